@@ -1,0 +1,171 @@
+// combine: merges the splits' partial results into out and lse.
+//
+// out = sum_s w[s] * partial_out[s] / sum_s w[s] with w[s] = 2^(partial_lse[s] - max), lse = ln 2 * (max + log2 sum_s w[s]).
+//
+// One block: 4 warps. SPLIT_WARPS of them share the splits of one item, an item being 128 columns of one (token, head)
+// row; a lane owns 4 columns.
+//   grid   (T * H, SPLIT_WARPS, 1); block 128 threads; shared memory SHARED_BYTES, whatever num_splits is
+//   splits any number from 1 to MAX_SPLITS, at run time
+// Idea: the kernel is short, so latency decides. The first BATCH partial loads of every warp are in flight before the
+// weights are known, and each later batch is loaded while the one before it is summed.
+// SPLIT_WARPS = 4 is for few rows and many splits, 1 for many rows and few splits (no sum across warps).
+// The merge is the one of split-KV ("flash") decoding; out rows and partials start on 16 bytes.
+#include "include/params.cuh"
+#include "include/ptx.cuh"
+#include "include/convert.cuh"
+
+constexpr int WARPS = 4;
+constexpr int THREADS = WARPS * WARP;
+constexpr int COLUMNS = 4 * WARP;  // of one item
+constexpr int ITEMS = WARPS / SPLIT_WARPS;
+constexpr int BATCH = 8;  // loads a lane has in flight
+constexpr int MAX_SPLITS = 1024;
+constexpr float LN_2 = 0.693147180559945309f;
+static_assert(SPLIT_WARPS == 1 || SPLIT_WARPS == 2 || SPLIT_WARPS == 4, "an item's warps divide the block");
+static_assert(ITEMS * SPLIT_WARPS * COLUMNS == DL, "gridDim.y == SPLIT_WARPS covers a row");
+
+struct Shared {  // byte offsets
+  static constexpr u32 WEIGHTS = 0;                         // [MAX_SPLITS] float
+  static constexpr u32 MAXIMA = WEIGHTS + MAX_SPLITS * 4;   // [WARPS] float
+  static constexpr u32 WEIGHT_SUMS = MAXIMA + WARPS * 4;    // [WARPS] float
+  static constexpr u32 COLUMN_SUMS = WEIGHT_SUMS + WARPS * 4;  // [WARPS][WARP] f32x4
+  static constexpr u32 BYTES = COLUMN_SUMS + WARPS * WARP * 16;
+};
+constexpr int SHARED_BYTES = Shared::BYTES;
+
+struct Thread {
+  int lane, warp;
+  i64 row;     // token * H + head
+  i64 rows;    // T * H
+  int column;  // first of the lane's 4
+  int first_split;
+};
+
+DEVICE Thread locate(const VerifyParams& p) {
+  Thread t;
+  t.lane = thread_idx() % WARP;
+  t.warp = thread_idx() / WARP;
+  t.row = block_idx_x();
+  t.rows = (i64)p.num_tokens * p.num_heads;
+  t.column = (block_idx_y() * ITEMS + t.warp / SPLIT_WARPS) * COLUMNS + t.lane * 4;
+  t.first_split = t.warp % SPLIT_WARPS;
+  return t;
+}
+
+// Splits first, first + SPLIT_WARPS, ... ; zeros past the last one.
+DEVICE void load_batch(f32x4 (&batch)[BATCH], const VerifyParams& p, const Thread& t, int first) {
+#pragma unroll
+  for (int i = 0; i < BATCH; i++) {
+    const int split = first + i * SPLIT_WARPS;
+    batch[i] = {0.f, 0.f, 0.f, 0.f};
+    if (split < p.num_splits)
+      batch[i] = ld_global_cg_4<PARTIAL_DTYPE>(p.partial_out, (split * t.rows + t.row) * DL + t.column);
+  }
+}
+
+// The select keeps what an empty split left in memory, NaN perhaps, out of the sum.
+DEVICE void add_batch(f32x4& sum, const f32x4 (&batch)[BATCH], const VerifyParams& p, u32 weights, int first) {
+#pragma unroll
+  for (int i = 0; i < BATCH; i++) {
+    const int split = first + i * SPLIT_WARPS;
+    const float weight = split < p.num_splits ? ld_shared_f32(weights + split * 4) : 0.f;
+    if (weight == 0.f) continue;
+    sum.x = fma_f32(weight, batch[i].x, sum.x);
+    sum.y = fma_f32(weight, batch[i].y, sum.y);
+    sum.z = fma_f32(weight, batch[i].z, sum.z);
+    sum.w = fma_f32(weight, batch[i].w, sum.w);
+  }
+}
+
+DEVICE float warp_max(float v) {
+#pragma unroll
+  for (int distance = WARP / 2; distance; distance /= 2) v = max_f32(v, shfl_xor_f32(v, distance));
+  return v;
+}
+DEVICE float warp_sum(float v) {
+#pragma unroll
+  for (int distance = WARP / 2; distance; distance /= 2) v += shfl_xor_f32(v, distance);
+  return v;
+}
+
+struct Weights {
+  float max;  // of the splits' log2-sum-exp; -inf: every split is empty
+  float sum;  // of 2^(lse - max); 0 in the same case
+};
+
+// All threads: the weights of the row's splits to shared memory.
+DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem) {
+  const u32 weights = smem + Shared::WEIGHTS, maxima = smem + Shared::MAXIMA, sums = smem + Shared::WEIGHT_SUMS;
+  float max = -INFINITE;
+  for (int split = thread_idx(); split < p.num_splits; split += THREADS) {
+    const float lse = ld_global_cg_f32(p.partial_lse + split * t.rows + t.row);
+    st_shared_f32(weights + split * 4, lse);  // read back below by this thread alone
+    max = max_f32(max, lse);
+  }
+  max = warp_max(max);
+  if (t.lane == 0) st_shared_f32(maxima + t.warp * 4, max);
+  block_sync();  // orders the writes of the warps' maxima before every thread's reads of them
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) max = max_f32(max, ld_shared_f32(maxima + w * 4));
+
+  float sum = 0.f;
+  for (int split = thread_idx(); split < p.num_splits; split += THREADS) {
+    const float lse = ld_shared_f32(weights + split * 4);
+    const float weight = lse == -INFINITE ? 0.f : ex2(lse - max);
+    st_shared_f32(weights + split * 4, weight);
+    sum += weight;
+  }
+  sum = warp_sum(sum);
+  if (t.lane == 0) st_shared_f32(sums + t.warp * 4, sum);
+  block_sync();  // orders the writes of the weights and of the warps' sums before every thread's reads of them
+  sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) sum += ld_shared_f32(sums + w * 4);
+  return {max, sum};
+}
+
+// Adds the sums of an item's SPLIT_WARPS warps; the item's first warp gets the total.
+DEVICE f32x4 sum_over_warps(f32x4 sum, const Thread& t, u32 smem) {
+  if constexpr (SPLIT_WARPS == 1) return sum;
+  const u32 mine = smem + Shared::COLUMN_SUMS + thread_idx() * 16;
+  st_shared_f32x4(mine, sum);
+  block_sync();  // orders the writes of the column sums before the first warps' reads of them
+  if (t.first_split != 0) return sum;
+#pragma unroll
+  for (int w = 1; w < SPLIT_WARPS; w++) {
+    const f32x4 other = ld_shared_f32x4(mine + w * WARP * 16);
+    sum = {sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
+  }
+  return sum;
+}
+
+DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, Weights weights) {
+  const int token = (int)(t.row / p.num_heads), head = (int)(t.row % p.num_heads);
+  const float scale = weights.sum == 0.f ? 0.f : 1.f / weights.sum;
+  st_global_4<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column,
+                         {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
+  if (t.column == 0)
+    st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
+                  weights.sum == 0.f ? -INFINITE : (weights.max + lg2(weights.sum)) * LN_2);
+}
+
+KERNEL(mlaflash_combine, THREADS, 1) {
+  const u32 smem = shared_base();
+  const Thread t = locate(p);
+  wait_prerequisites();  // orders the split kernel's partials before every load below, under a programmatic launch
+
+  f32x4 batch[BATCH];
+  load_batch(batch, p, t, t.first_split);
+  const Weights weights = compute_weights(p, t, smem);
+
+  f32x4 sum = {0.f, 0.f, 0.f, 0.f};
+  for (int first = t.first_split; first < p.num_splits; first += BATCH * SPLIT_WARPS) {
+    f32x4 next[BATCH];
+    load_batch(next, p, t, first + BATCH * SPLIT_WARPS);
+    add_batch(sum, batch, p, smem + Shared::WEIGHTS, first);
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) batch[i] = next[i];
+  }
+  sum = sum_over_warps(sum, t, smem);
+  if (t.first_split == 0) store(p, t, sum, weights);
+}

@@ -1,0 +1,108 @@
+// Which request a query token belongs to, what it may see, and where the rows of its KV live.
+#pragma once
+#include "elements.cuh"
+
+struct Request {
+  int index;     // -1: the token is padding behind the last request
+  int q_begin;   // first query token
+  int q_len;     // query tokens
+  int kv_len;    // KV tokens, the q_len new ones included
+  int tail_len;  // last KV tokens that the tree mask describes
+  i64 id_begin;  // first entry of this request in page_ids
+};
+
+struct KvRow {
+  const u8* c;  // 512 latent elements; null: the token is not visible and must not be read
+  const u8* pe;  // 64 rope elements
+};
+
+DEVICE i64 load_id(const VerifyParams& p, const void* ids, i64 index) {
+  return p.wide_ids ? (i64)ld_global_u64((const u64*)ids + index) : (i64)(i32)ld_global_u32((const u32*)ids + index);
+}
+
+DEVICE Request load_request(const VerifyParams& p, int index) {
+  Request r;
+  r.index = index;
+  if (p.qo_indptr) {
+    r.q_begin = (i32)ld_global_u32(p.qo_indptr + index);
+    r.q_len = (i32)ld_global_u32(p.qo_indptr + index + 1) - r.q_begin;
+  } else {
+    r.q_begin = index * p.max_q_len;
+    r.q_len = p.max_q_len;
+  }
+  r.kv_len = (i32)ld_global_u32(p.kv_lens + index);
+  r.tail_len = p.tail_lens ? (i32)ld_global_u32(p.tail_lens + index) : r.q_len;
+  r.id_begin = p.kv_indptr ? load_id(p, p.kv_indptr, index) : index * p.block_table_stride;
+  return r;
+}
+
+// The last request that starts at or before `token`: requests without query tokens are passed over.
+DEVICE Request find_request(const VerifyParams& p, int token) {
+  if (!p.qo_indptr) return load_request(p, token / p.max_q_len);
+  if (token >= (i32)ld_global_u32(p.qo_indptr + p.batch)) return Request{-1, 0, 0, 0, 0, 0};
+  int lo = 0, hi = p.batch - 1;
+  while (lo < hi) {
+    const int mid = (lo + hi + 1) >> 1;
+    if ((i32)ld_global_u32(p.qo_indptr + mid) <= token) lo = mid;
+    else hi = mid - 1;
+  }
+  return load_request(p, lo);
+}
+
+// KV tokens at or past this index are invisible to query token `q` (an absolute index) of the request.
+DEVICE int visible_end(const VerifyParams& p, const Request& r, int q) {
+  if (p.mask_mode != MASK_CAUSAL) return r.kv_len;
+  const int end = r.kv_len - r.q_len + (q - r.q_begin) + 1;  // bottom-right aligned
+  return end > 0 ? end : 0;
+}
+
+// Only for kv below visible_end().
+DEVICE bool is_visible(const VerifyParams& p, const Request& r, int q, int kv) {
+  if (p.mask_mode != MASK_TREE) return true;
+  const int column = kv - (r.kv_len - r.tail_len);
+  if (column < 0) return true;
+  const u32 word = ld_global_u32(p.mask_words + (i64)q * p.mask_words_per_row + (column >> 5));
+  return (word >> (column & 31)) & 1;
+}
+
+DEVICE u32 page_of(const VerifyParams& p, u32 token) {
+  return p.page_magic ? mul_hi_u32(token, p.page_magic) >> p.page_shift : token >> p.page_shift;
+}
+
+DEVICE KvRow kv_row(const VerifyParams& p, const Request& r, int token) {
+  const int new_token = token - (r.kv_len - r.q_len);
+  if (p.new_kv_c && new_token >= 0) {
+    const i64 row = r.q_begin + new_token;
+    return {element_ptr<KV_DTYPE>(p.new_kv_c, row * p.new_kv_c_stride),
+            element_ptr<KV_DTYPE>(p.new_k_pe, row * p.new_k_pe_stride)};
+  }
+  const u32 page = page_of(p, token);
+  const i64 slot = token - (i64)page * p.page_size;
+  const i64 id = load_id(p, p.page_ids, r.id_begin + page);
+  return {element_ptr<KV_DTYPE>(p.kv_c, id * p.kv_c_stride_page + slot * p.kv_c_stride_token),
+          element_ptr<KV_DTYPE>(p.k_pe, id * p.k_pe_stride_page + slot * p.k_pe_stride_token)};
+}
+
+// The 16-byte unit `unit` of a row of 576 elements that lies in two pieces.
+template <int DTYPE>
+DEVICE const u8* row_unit(const u8* c, const u8* pe, int unit) {
+  constexpr int UNITS_C = DL / vector_width<DTYPE>();
+  return unit < UNITS_C ? c + unit * 16 : pe + (unit - UNITS_C) * 16;
+}
+
+DEVICE const u8* q_nope_row(const VerifyParams& p, int token, int head) {
+  return element_ptr<Q_DTYPE>(p.q_nope, token * p.q_nope_stride_t + head * p.q_nope_stride_h);
+}
+DEVICE const u8* q_pe_row(const VerifyParams& p, int token, int head) {
+  return element_ptr<Q_DTYPE>(p.q_pe, token * p.q_pe_stride_t + head * p.q_pe_stride_h);
+}
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+// Scaled, soft-capped score in base 2.
+DEVICE float score_log2(const VerifyParams& p, float dot) {
+  float s = dot * p.sm_scale;
+  if (p.logit_cap > 0.0f) s = p.logit_cap * tanh_f32(s / p.logit_cap);
+  return s * LOG2_E;
+}

@@ -1,0 +1,80 @@
+// The one argument of every kernel, and the only place that reads MLAFLASH_* macros.
+// mlaflash/schedule.py holds the same structure as a NumPy dtype; a test compares offsets and size.
+#pragma once
+#include "types.cuh"
+
+// Element types of q, of the KV cache, of the splits' partial outputs and of out.
+constexpr int FLOAT32 = 0;
+constexpr int BFLOAT16 = 1;
+constexpr int FLOAT16 = 2;
+
+// What a query token may see. Everything before the request's last tokens is always visible.
+constexpr int MASK_NONE = 0;
+constexpr int MASK_CAUSAL = 1;
+constexpr int MASK_TREE = 2;
+
+struct VerifyParams {
+  // Queries: [T, H, 512] and [T, H, 64], in Q_DTYPE. A fused [T, H, 576] array gives two pointers into it.
+  const void* q_nope;
+  const void* q_pe;
+  // Cache rows: [pages, page_size, 512] and [pages, page_size, 64], in KV_DTYPE.
+  const void* kv_c;
+  const void* k_pe;
+  // The last q_len tokens of each request, [T, 512] and [T, 64]; null: they are in the cache.
+  const void* new_kv_c;
+  const void* new_k_pe;
+  const i32* qo_indptr;   // [B + 1]; null: request b owns tokens [b * max_q_len, (b + 1) * max_q_len)
+  const i32* kv_lens;     // [B]
+  const void* kv_indptr;  // [B + 1], int32 or int64; null: page ids are rows of a block table
+  const void* page_ids;   // [sum of pages] or [B, block_table_stride], int32 or int64
+  const u32* mask_words;  // [T, mask_words_per_row]; bit j of row i: draft token i sees draft token j
+  const i32* tail_lens;   // [B] tokens that the mask columns describe; null: q_len
+  void* out;              // [T, H, 512] in OUT_DTYPE
+  float* lse;             // [T, H], natural logarithm
+  void* partial_out;      // [num_splits, T * H, 512] in PARTIAL_DTYPE, each split normalised by its own sum
+  float* partial_lse;     // [num_splits, T * H], base 2; -inf where a split saw nothing
+  float* scores;          // naive only: [T, H, scores_stride]
+  u32* counters;          // zero on entry and on exit: arrivals of splits, for a reduction by the last block
+
+  // Strides in elements.
+  i64 q_nope_stride_t, q_nope_stride_h;
+  i64 q_pe_stride_t, q_pe_stride_h;
+  i64 kv_c_stride_page, kv_c_stride_token;
+  i64 k_pe_stride_page, k_pe_stride_token;
+  i64 new_kv_c_stride, new_k_pe_stride;
+  i64 block_table_stride;
+  i64 out_stride_t, out_stride_h;
+  i64 lse_stride_t, lse_stride_h;
+  i64 scores_stride;
+
+  i32 num_tokens;  // T
+  i32 num_heads;   // H
+  i32 batch;       // B
+  i32 max_q_len;
+  i32 page_size;
+  u32 page_magic;  // token / page_size == umulhi(token, page_magic) >> page_shift, or token >> page_shift if magic is 0
+  i32 page_shift;
+  i32 mask_words_per_row;
+  i32 num_splits;
+  i32 mask_mode;   // MASK_*
+  i32 wide_ids;    // 1: kv_indptr and page_ids are int64
+  i32 vectorized;  // 1: every q and KV row starts on 16 bytes, so 128-bit loads are legal
+  float sm_scale;
+  float logit_cap;  // 0: no soft-cap
+};
+
+#ifndef MLAFLASH_Q_DTYPE
+#error "MLAFLASH_* constants are missing: compile kernels through mlaflash.jit or mlaflash.emulator"
+#endif
+constexpr int Q_DTYPE = MLAFLASH_Q_DTYPE;
+constexpr int KV_DTYPE = MLAFLASH_KV_DTYPE;
+constexpr int OUT_DTYPE = MLAFLASH_OUT_DTYPE;
+constexpr int PARTIAL_DTYPE = MLAFLASH_PARTIAL_DTYPE;
+
+// tile: heads and KV tokens of a tile, powers of two.
+#ifdef MLAFLASH_HT
+constexpr int HT = MLAFLASH_HT;
+constexpr int TK = MLAFLASH_TK;
+static_assert(HT > 0 && (HT & (HT - 1)) == 0, "HT must be a positive power of two");
+static_assert(TK > 0 && (TK & (TK - 1)) == 0, "TK must be a positive power of two");
+#endif

@@ -1,0 +1,87 @@
+"""The kernels' one argument as a NumPy structured type, and the codes that both sides share.
+
+`kernels/include/params.cuh` declares the same structure; a test compiles it and compares size and offsets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+DL: Final = 512
+DR: Final = 64
+D: Final = DL + DR
+
+DTYPE_CODES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
+MASK_CODES: Final = {"none": 0, "causal": 1, "tree": 2}
+
+_POINTERS = (
+    "q_nope q_pe kv_c k_pe new_kv_c new_k_pe qo_indptr kv_lens kv_indptr page_ids mask_words tail_lens"
+    " out lse partial_out partial_lse scores counters"
+).split()
+_STRIDES = (
+    "q_nope_stride_t q_nope_stride_h q_pe_stride_t q_pe_stride_h"
+    " kv_c_stride_page kv_c_stride_token k_pe_stride_page k_pe_stride_token"
+    " new_kv_c_stride new_k_pe_stride block_table_stride"
+    " out_stride_t out_stride_h lse_stride_t lse_stride_h scores_stride"
+).split()
+
+PARAMS_DTYPE: Final = np.dtype(
+    [(name, np.uint64) for name in _POINTERS]
+    + [(name, np.int64) for name in _STRIDES]
+    + [(name, np.int32) for name in ("num_tokens", "num_heads", "batch", "max_q_len", "page_size")]
+    + [("page_magic", np.uint32)]
+    + [
+        (name, np.int32)
+        for name in (
+            "page_shift",
+            "mask_words_per_row",
+            "num_splits",
+            "mask_mode",
+            "wide_ids",
+            "vectorized",
+        )
+    ]
+    + [("sm_scale", np.float32), ("logit_cap", np.float32)],
+    align=True,
+)
+
+
+def new_params(**fields: Any) -> npt.NDArray[np.void]:
+    """Return a size-1 array of `PARAMS_DTYPE` with the given fields set and the others zero.
+
+    Parameters
+    ----------
+    **fields
+        Names of `PARAMS_DTYPE` and their values; pointers are integers.
+
+    Returns
+    -------
+    numpy.ndarray, shape (1,), PARAMS_DTYPE
+    """
+    params = np.zeros(1, PARAMS_DTYPE)
+    for name, value in fields.items():
+        params[name] = value
+    return params
+
+
+def page_divisor(page_size: int) -> tuple[int, int]:
+    """Return `(page_magic, page_shift)` with which the kernels divide a token by `page_size`.
+
+    A power of two needs the shift alone (`page_magic` 0). Else the quotient of every token below 2**31 is
+    `umulhi(token, page_magic) >> page_shift`: round-up method of Granlund and Montgomery, "Division by
+    invariant integers using multiplication", PLDI 1994, section 4, whose multiplier fits 32 bits for 31-bit
+    dividends.
+
+    Parameters
+    ----------
+    page_size : int
+        Tokens a page holds, at least 1.
+    """
+    shift = (page_size - 1).bit_length()
+    if page_size == 1 << shift:
+        return 0, shift
+    magic = -(-(1 << (31 + shift)) // page_size)
+    return magic, shift - 1
