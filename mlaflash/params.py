@@ -18,15 +18,16 @@ DTYPE_CODES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
 MASK_CODES: Final = {"none": 0, "causal": 1, "tree": 2}
 
 _POINTERS = (
-    "q_nope q_pe kv_c k_pe new_kv_c new_k_pe qo_indptr kv_lens kv_indptr page_ids mask_words tail_lens"
-    " out lse partial_out partial_lse scores counters"
-).split()
+    *("q_nope", "q_pe", "kv_c", "k_pe", "new_kv_c", "new_k_pe"),
+    *("qo_indptr", "kv_lens", "kv_indptr", "page_ids", "mask_words", "tail_lens"),
+    *("out", "lse", "partial_out", "partial_lse", "scores", "counters"),
+)
 _STRIDES = (
-    "q_nope_stride_t q_nope_stride_h q_pe_stride_t q_pe_stride_h"
-    " kv_c_stride_page kv_c_stride_token k_pe_stride_page k_pe_stride_token"
-    " new_kv_c_stride new_k_pe_stride block_table_stride"
-    " out_stride_t out_stride_h lse_stride_t lse_stride_h scores_stride"
-).split()
+    *("q_nope_stride_t", "q_nope_stride_h", "q_pe_stride_t", "q_pe_stride_h"),
+    *("kv_c_stride_page", "kv_c_stride_token", "k_pe_stride_page", "k_pe_stride_token"),
+    *("new_kv_c_stride", "new_k_pe_stride", "block_table_stride"),
+    *("out_stride_t", "out_stride_h", "lse_stride_t", "lse_stride_h", "scores_stride"),
+)
 
 PARAMS_DTYPE: Final = np.dtype(
     [(name, np.uint64) for name in _POINTERS]

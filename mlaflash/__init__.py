@@ -1,0 +1,85 @@
+"""MLA attention for the verify step of speculative decoding, as CUDA kernels compiled at first use.
+
+``import mlaflash`` imports neither CuPy nor a kernel and asks no device: public names are looked up
+at first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mlaflash.errors import (
+    CacheMissError,
+    CaptureError,
+    CompileError,
+    EmulatorError,
+    InvalidArgumentError,
+    LaunchError,
+    MissingDependencyError,
+    MlaFlashError,
+    NoDeviceError,
+    ShapeError,
+    TileError,
+    UnsupportedError,
+)
+from mlaflash.settings import configure_logging
+
+if TYPE_CHECKING:
+    from mlaflash import emulator, oracle
+    from mlaflash.attention import mla_verify
+    from mlaflash.device import Device
+    from mlaflash.masks import TreeMask
+    from mlaflash.merge import merge_states
+    from mlaflash.scale import yarn_sm_scale
+    from mlaflash.tiles import TileConfig
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheMissError",
+    "CaptureError",
+    "CompileError",
+    "Device",
+    "EmulatorError",
+    "InvalidArgumentError",
+    "LaunchError",
+    "MissingDependencyError",
+    "MlaFlashError",
+    "NoDeviceError",
+    "ShapeError",
+    "TileConfig",
+    "TileError",
+    "TreeMask",
+    "UnsupportedError",
+    "__version__",
+    "emulator",
+    "merge_states",
+    "mla_verify",
+    "oracle",
+    "yarn_sm_scale",
+]
+
+_MODULE_OF = {
+    "Device": "device",
+    "TileConfig": "tiles",
+    "TreeMask": "masks",
+    "merge_states": "merge",
+    "mla_verify": "attention",
+    "yarn_sm_scale": "scale",
+}
+_SUBMODULES = frozenset({"emulator", "oracle"})
+
+configure_logging()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"mlaflash.{name}")
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"mlaflash.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'mlaflash' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

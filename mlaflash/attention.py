@@ -1,0 +1,224 @@
+"""The verify call on CuPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlaflash import jit
+from mlaflash.device import Device, apply_budget
+from mlaflash.errors import ShapeError
+from mlaflash.interop import ArrayView, cupy_view
+from mlaflash.masks import TreeMask
+from mlaflash.problem import Problem, View
+from mlaflash.schedule import Schedule, build_params, plan
+from mlaflash.tiles import KernelConfig
+
+
+def mla_verify(
+    q: Any,
+    kv_cache: Any,
+    *,
+    sm_scale: float,
+    kv_lens: Any,
+    kv_indptr: Any = None,
+    kv_indices: Any = None,
+    block_table: Any = None,
+    page_size: int | None = None,
+    qo_indptr: Any = None,
+    mask: str | TreeMask = "causal",
+    tail_lens: Any = None,
+    new_kv: Any = None,
+    logit_cap: float = 0.0,
+    out: Any = None,
+    lse: Any = None,
+    out_dtype: Any = None,
+    max_q_len: int | None = None,
+    max_kv_len: int | None = None,
+    kernel: str | None = None,
+    tiles: KernelConfig | None = None,
+    budget: str | None = None,
+    validate: bool = False,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Attend the draft tokens of each request to its paged MLA cache.
+
+    Row ``(t, h)`` of `q` scores ``sm_scale * (q . row)`` over the cache rows that its token sees; `out` is their first
+    512 columns weighted by the softmax of the scores (absorbed MLA: DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Parameters
+    ----------
+    q : array, shape (T, H, 576) or (B, S, H, 576), float32, bfloat16 or float16
+        Absorbed queries: 512 latent columns, then 64 rope columns; or the pair ``(q_nope, q_pe)`` of widths 512 and 64.
+        Any strides, last axis contiguous; the second form has S query tokens for every request.
+    kv_cache : array, q's dtype
+        ``(slots, 576)``, ``(slots, 1, 576)``, ``(pages, page_size, 576)`` or ``(pages, page_size, 1, 576)``; or the pair
+        ``(kv_c, k_pe)`` of widths 512 and 64.
+    sm_scale : float
+        Multiplies ``q . row``; any finite value. There is no default: 0.14468 for Kimi K2.x, 0.13523 for DeepSeek-V3
+        (see `yarn_sm_scale`).
+    kv_lens : array, shape (B,), int32
+        Tokens of each request, its new ones included. 0, and lengths below its number of query tokens, are legal: rows
+        that see nothing are empty.
+    kv_indptr : array, shape (B + 1,), int32 or int64, optional
+        Where the pages of each request begin and end in `kv_indices`.
+    kv_indices : array, `kv_indptr`'s dtype, optional
+        Page ids; slot ids at page size 1.
+    block_table : array, shape (B, max_pages), int32 or int64, optional
+        Page ids as a table, in place of the two above. With neither, page b is request b.
+    page_size : int, optional
+        Tokens of a page where the shape of `kv_cache` does not say; 1 by default.
+    qo_indptr : array, shape (B + 1,), int32, optional
+        Where the query tokens of each request begin and end. Tokens behind the last one are padding: out 0, lse -inf.
+        Without it every request has T / B.
+    mask : {"causal", "none"} or TreeMask
+        Among the last q_len tokens; everything before them is visible. ``"causal"`` is aligned to the bottom right.
+    tail_lens : array, shape (B,), int32, optional
+        With a TreeMask: to how many last tokens its columns belong; by default q_len.
+    new_kv : array, shape (T, 576), or pair, optional
+        The last q_len tokens of each request, read from here in place of the cache; ids then cover the prefix alone.
+    logit_cap : float
+        ``logit_cap * tanh(score / logit_cap)`` before the mask; 0 for none.
+    out : array, shape (T, H, 512) or (B, S, H, 512), optional
+        Filled in place; any strides, last axis contiguous.
+    lse : array, shape (T, H) or (B, S, H), float32, optional
+        Filled in place.
+    out_dtype : str or dtype, optional
+        Of `out`; by default q's, or that of `out`.
+    max_q_len : int, optional
+        Largest number of query tokens of a request; tightens the grid for ragged q.
+    max_kv_len : int, optional
+        Longest request; by default what the page table can address. No length is read from the device.
+    kernel : {"naive", "tile"}, optional
+        By default chosen.
+    tiles : KernelConfig, optional
+        Constants of the kernel, such as `TileConfig`.
+    budget : str, optional
+        Architecture whose shared-memory limits apply, such as ``"sm_120"``, where they are lower than the GPU's.
+    validate : bool
+        Also check what only the device knows: lengths, ids, offsets. Reads them back, and so synchronises.
+    stream : cupy.cuda.Stream, optional
+        Where the work runs; by default CuPy's current stream.
+
+    Returns
+    -------
+    out : array, q's dtype or `out_dtype`
+        ``(T, H, 512)`` or ``(B, S, H, 512)``.
+    lse : array, float32
+        ``(T, H)`` or ``(B, S, H)``: natural logarithm of the sum of the exponentials of the scores; -inf for an empty row.
+
+    Raises
+    ------
+    ShapeError
+        Rank, width, dtype or device of an array.
+    InvalidArgumentError
+        A value that is not allowed.
+    UnsupportedError, TileError
+        Something that no kernel, or not on this device, does.
+    CompileError, CaptureError, MissingDependencyError, NoDeviceError
+        The kernels cannot be had here.
+    """
+    device = Device.current()
+    if budget is not None:
+        device = apply_budget(device, budget)
+    import cupy
+
+    problem = Problem.from_arrays(
+        cupy_view,
+        q,
+        kv_cache,
+        sm_scale=sm_scale,
+        kv_lens=kv_lens,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        block_table=block_table,
+        page_size=page_size,
+        qo_indptr=qo_indptr,
+        mask=mask,
+        tail_lens=tail_lens,
+        new_kv=new_kv,
+        logit_cap=logit_cap,
+        out_dtype=out.dtype if out_dtype is None and out is not None else out_dtype,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+    )
+    if validate:
+        problem.validate()
+    schedule = plan(problem, device, kernel=kernel, tiles=tiles)
+    if stream is None:
+        stream = cupy.cuda.get_current_stream()
+    # CuPy's pool hands memory back in the order of the stream that is current: workspaces must come from the launch's.
+    with stream:
+        if out is None:
+            out = cupy.empty(problem.out_shape, problem.out_dtype)
+        if lse is None:
+            lse = cupy.empty(problem.out_shape[:-1], "float32")
+        views = output_views(cupy_view, problem, out, lse)
+        if not problem.is_empty:
+            workspaces = {w.name: cupy.empty(w.shape, w.dtype) for w in schedule.workspaces}
+            pointers = {name: array.data.ptr for name, array in workspaces.items()}
+            launch(problem, schedule, device, views, pointers, stream)
+    return out, lse
+
+
+def output_views(view: View, problem: Problem, out: Any, lse: Any) -> tuple[ArrayView, ArrayView]:
+    """Check the arrays that the results go to.
+
+    Parameters
+    ----------
+    view : callable
+        As in `Problem.from_arrays`.
+    problem : Problem
+    out, lse : array
+        The caller's or fresh ones.
+
+    Raises
+    ------
+    ShapeError
+        Shape, dtype or strides do not fit the problem.
+    """
+    out_view, lse_view = view("out", out), view("lse", lse)
+    for array, shape, dtype in (
+        (out_view, problem.out_shape, problem.out_dtype),
+        (lse_view, problem.out_shape[:-1], "float32"),
+    ):
+        if array.shape != shape or array.dtype != dtype:
+            raise ShapeError(f"{array.name} is {array.dtype} {array.shape}; it must be {dtype} {shape}.")
+        leading = len(shape) - (2 if array is out_view else 1)
+        if leading == 2 and shape[0] > 1 and array.strides[0] != shape[1] * array.strides[1]:
+            raise ShapeError(
+                f"{array.name} has strides {array.strides} (in elements); its first two axes must be one run of "
+                "tokens in "
+                "memory."
+            )
+    if out_view.strides[-1] != 1 and out_view.shape[-1] > 1:
+        raise ShapeError(f"out has strides {out_view.strides} (in elements); its last axis must be contiguous.")
+    return out_view, lse_view
+
+
+def launch(
+    problem: Problem,
+    schedule: Schedule,
+    device: Device,
+    outputs: tuple[ArrayView, ArrayView],
+    workspace_ptrs: dict[str, int],
+    stream: Any,
+) -> None:
+    """Enqueue a schedule's kernels.
+
+    Parameters
+    ----------
+    problem : Problem
+    schedule : Schedule
+    device : Device
+    outputs : tuple of ArrayView
+        out and lse.
+    workspace_ptrs : dict of str to int
+        Address of each workspace by name.
+    stream : cupy.cuda.Stream
+    """
+    params = build_params(problem, schedule, *outputs, workspace_ptrs)
+    kernels = [
+        jit.load(step.kernel, step.defines, device, step.shared_bytes, stream=stream) for step in schedule.launches
+    ]
+    for step, kernel in zip(schedule.launches, kernels, strict=True):
+        kernel.launch(step.grid, step.block, params, stream)

@@ -1,0 +1,565 @@
+"""One verify call as checked sizes and array views: the border at which bad input is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
+from mlaflash.interop import ArrayView, to_host
+from mlaflash.masks import TreeMask
+from mlaflash.params import DL, DR, DTYPE_CODES, MASK_CODES, D
+
+View = Callable[[str, Any], ArrayView]
+
+_IDS = ("int32", "int64")
+_INT31 = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of 576 elements that lie in one array or in two.
+
+    Attributes
+    ----------
+    latent, rope : ArrayView
+        Of the 512 and of the 64 columns; for a fused array both are it.
+    fused : bool
+        Whether the rope columns follow the latent ones in the same array.
+    shape : tuple of int
+        Without the last axis.
+    """
+
+    latent: ArrayView
+    rope: ArrayView
+    fused: bool
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Element type of both."""
+        return self.latent.dtype
+
+    @property
+    def latent_ptr(self) -> int:
+        """Address of the first latent element."""
+        return self.latent.ptr
+
+    @property
+    def rope_ptr(self) -> int:
+        """Address of the first rope element."""
+        return self.rope.ptr + (DL * self.rope.itemsize if self.fused else 0)
+
+    def is_aligned(self) -> bool:
+        """Whether every row starts on 16 bytes, as 128-bit loads need."""
+        for view, ptr in ((self.latent, self.latent_ptr), (self.rope, self.rope_ptr)):
+            # An axis of length 1 is never stepped along.
+            steps = [s for s, n in zip(view.strides[:-1], view.shape[:-1], strict=True) if n > 1]
+            if ptr % 16 or any(step * view.itemsize % 16 for step in steps):
+                return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A checked verify call.
+
+    Attributes
+    ----------
+    q : Rows
+        ``(T, H)`` or ``(B, S, H)`` rows of queries.
+    kv : Rows
+        Cache rows: ``(slots,)``, ``(pages, page_size)`` or ``(pages, page_size, 1)``.
+    new_kv : Rows or None
+        ``(T,)`` rows.
+    num_tokens, num_heads, batch, max_q_len : int
+        T, H, B, and the largest number of query tokens that a request can have.
+    num_pages, page_size, max_kv_len : int
+        `max_kv_len` bounds every request's length without reading the device.
+    page_strides, page_rope_strides : tuple of int
+        Elements from page to page and from token to token, of the latent and of the rope columns.
+    """
+
+    q: Rows
+    kv: Rows
+    new_kv: Rows | None
+    kv_lens: ArrayView
+    kv_indptr: ArrayView | None
+    page_ids: ArrayView | None
+    block_table: bool
+    qo_indptr: ArrayView | None
+    tail_lens: ArrayView | None
+    mask_mode: str
+    mask_words: ArrayView | None
+    mask_columns: int
+    num_tokens: int
+    num_heads: int
+    batch: int
+    max_q_len: int
+    num_pages: int
+    page_size: int
+    max_kv_len: int
+    page_strides: tuple[int, int]
+    page_rope_strides: tuple[int, int]
+    sm_scale: float
+    logit_cap: float
+    out_dtype: str
+
+    @property
+    def dtype(self) -> str:
+        """Element type of q and of the KV."""
+        return self.q.dtype
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of the batch: query tokens times heads."""
+        return self.num_tokens * self.num_heads
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of out; lse has all axes but the last."""
+        return (*self.q.shape, DL)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row to compute."""
+        return self.rows == 0
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether 128-bit loads are legal for every row of q and of the KV."""
+        return all(rows.is_aligned() for rows in (self.q, self.kv, self.new_kv) if rows is not None)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        view: View,
+        q: Any,
+        kv_cache: Any,
+        *,
+        sm_scale: float,
+        kv_lens: Any,
+        kv_indptr: Any = None,
+        kv_indices: Any = None,
+        block_table: Any = None,
+        page_size: int | None = None,
+        qo_indptr: Any = None,
+        mask: Any = "causal",
+        tail_lens: Any = None,
+        new_kv: Any = None,
+        logit_cap: float = 0.0,
+        out_dtype: Any = None,
+        max_q_len: int | None = None,
+        max_kv_len: int | None = None,
+    ) -> Problem:
+        """Check the arguments of a verify call; nothing on a device is read.
+
+        Parameters
+        ----------
+        view : callable
+            Turns an array into an `ArrayView` and refuses arrays of another library or device.
+        q, kv_cache, ...
+            As in `mlaflash.mla_verify`.
+
+        Returns
+        -------
+        Problem
+
+        Raises
+        ------
+        ShapeError
+            Rank, width, dtype or device of an array, or two arrays that disagree.
+        InvalidArgumentError
+            A value that is not allowed.
+        UnsupportedError
+            Widths other than 512 + 64, or element types that no kernel takes.
+        """
+        q_rows = _rows(view, "q", q, (3, 4), "(T, H, 576) or (B, S, H, 576)")
+        _check_dtype("q", q_rows)
+        kv_rows = _rows(view, "kv_cache", kv_cache, (2, 3, 4), "(slots, 576) or (pages, page_size, 576)")
+        if kv_rows.dtype != q_rows.dtype:
+            raise ShapeError(
+                f"kv_cache is {kv_rows.dtype} and q is {q_rows.dtype}; both must have the same element type. Cast one."
+            )
+        lens = _vector(view, "kv_lens", kv_lens, ("int32",))
+        batch = lens.shape[0]
+        num_tokens = math.prod(q_rows.shape[:-1])
+        num_heads = q_rows.shape[-1]
+        if num_heads < 1:
+            raise ShapeError("q has 0 heads; at least 1 is needed.")
+
+        indptr, max_q = _query_lengths(view, q_rows, qo_indptr, batch, num_tokens, max_q_len)
+        pages, size, strides, rope_strides = _pages(kv_rows, page_size)
+        kv_ptrs, ids, is_table, ids_bound = _addressing(view, kv_indptr, kv_indices, block_table, batch, pages, size)
+        new_rows = None
+        if new_kv is not None:
+            new_rows = _rows(view, "new_kv", new_kv, (2,), "(T, 576)")
+            if new_rows.shape != (num_tokens,) or new_rows.dtype != kv_rows.dtype:
+                raise ShapeError(
+                    f"new_kv has {new_rows.shape[0]} rows of {new_rows.dtype}; one {kv_rows.dtype} row for each of the "
+                    f"{num_tokens} query tokens is needed."
+                )
+            ids_bound += max_q
+        mode, words, columns = _mask(view, mask, num_tokens)
+        tails = None
+        if tail_lens is not None:
+            if mode != "tree":
+                raise InvalidArgumentError(
+                    f"tail_lens is given with mask={mask!r}; it says where the columns of a TreeMask lie. Leave it out."
+                )
+            tails = _vector(view, "tail_lens", tail_lens, ("int32",), batch)
+        return cls(
+            q=q_rows,
+            kv=kv_rows,
+            new_kv=new_rows,
+            kv_lens=lens,
+            kv_indptr=kv_ptrs,
+            page_ids=ids,
+            block_table=is_table,
+            qo_indptr=indptr,
+            tail_lens=tails,
+            mask_mode=mode,
+            mask_words=words,
+            mask_columns=columns,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            batch=batch,
+            max_q_len=max_q,
+            num_pages=pages,
+            page_size=size,
+            max_kv_len=_bound(max_kv_len, ids_bound),
+            page_strides=strides,
+            page_rope_strides=rope_strides,
+            sm_scale=_finite("sm_scale", sm_scale),
+            logit_cap=_cap(logit_cap),
+            out_dtype=_out_dtype(out_dtype, q_rows.dtype),
+        )
+
+    def validate(self) -> None:
+        """Check what only the arrays' values tell: lengths, ids, offsets. Reads the device and synchronises.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Naming the argument, the first bad request or entry, and what is allowed.
+        """
+        _validate(self)
+
+
+def _rows(view: View, name: str, array: Any, ranks: tuple[int, ...], shapes: str) -> Rows:
+    if not isinstance(array, tuple | list):
+        fused = view(name, array)
+        _check_rows(fused, D, ranks, shapes)
+        return Rows(fused, fused, True, fused.shape[:-1])
+    if len(array) != 2:
+        raise ShapeError(
+            f"{name} is a {type(array).__name__} of {len(array)} arrays; give one array of width {D}, or two of widths "
+            f"{DL} and {DR}."
+        )
+    latent, rope = view(f"{name}[0]", array[0]), view(f"{name}[1]", array[1])
+    _check_rows(latent, DL, ranks, shapes)
+    _check_rows(rope, DR, ranks, shapes)
+    if latent.shape[:-1] != rope.shape[:-1] or latent.dtype != rope.dtype:
+        raise ShapeError(
+            f"{name}[0] is {latent.dtype} {latent.shape} and {name}[1] is {rope.dtype} {rope.shape}; all axes but the "
+            "last and the element type must agree."
+        )
+    return Rows(latent, rope, False, latent.shape[:-1])
+
+
+def _check_rows(array: ArrayView, width: int, ranks: tuple[int, ...], shapes: str) -> None:
+    if array.ndim not in ranks:
+        raise ShapeError(f"{array.name} has shape {array.shape}, of rank {array.ndim}; allowed is {shapes}.")
+    if array.shape[-1] != width:
+        raise ShapeError(
+            f"{array.name} has shape {array.shape}, {array.shape[-1]} wide; its last axis must be {width}: only MLA "
+            "rows "
+            f"of {DL} latent + {DR} rope columns are supported."
+        )
+    if array.strides[-1] != 1:
+        raise ShapeError(
+            f"{array.name} has strides {array.strides} (in elements); its last axis must be contiguous. Copy it."
+        )
+    negative = any(s < 0 for s, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    if negative:
+        raise ShapeError(f"{array.name} has strides {array.strides} (in elements); none may be negative. Copy it.")
+
+
+def _check_dtype(name: str, rows: Rows) -> None:
+    if rows.dtype not in DTYPE_CODES:
+        raise ShapeError(f"{name} is {rows.dtype}; allowed are {', '.join(DTYPE_CODES)}. Cast it.")
+
+
+def _vector(view: View, name: str, array: Any, dtypes: tuple[str, ...], length: int | None = None) -> ArrayView:
+    vector = view(name, array)
+    if vector.ndim != 1 or (length is not None and vector.shape[0] != length):
+        wanted = "one axis" if length is None else f"shape ({length},)"
+        raise ShapeError(f"{name} has shape {vector.shape}; it must have {wanted}.")
+    if vector.dtype not in dtypes:
+        raise ShapeError(f"{name} is {vector.dtype}; allowed: {' or '.join(dtypes)}. Cast it.")
+    if vector.shape[0] > 1 and vector.strides[0] != 1:
+        raise ShapeError(f"{name} is not contiguous; copy it.")
+    return vector
+
+
+def _query_lengths(
+    view: View, q: Rows, qo_indptr: Any, batch: int, num_tokens: int, max_q_len: int | None
+) -> tuple[ArrayView | None, int]:
+    if len(q.shape) == 3:
+        if qo_indptr is not None:
+            raise ShapeError(
+                f"q has shape {(*q.shape, D)}, the same q_len for every request, and qo_indptr is given too; ragged "
+                "q is "
+                "(T, H, 576). Leave qo_indptr out, or flatten q."
+            )
+        if q.shape[0] != batch:
+            raise ShapeError(f"q holds {q.shape[0]} requests and kv_lens {batch}; they must agree.")
+        if batch > 1:
+            _check_flattens(q)
+        return None, q.shape[1]
+    if qo_indptr is None:
+        if batch == 0 or num_tokens % batch:
+            raise ShapeError(
+                f"q holds {num_tokens} query tokens and kv_lens {batch} requests; without qo_indptr each request has "
+                "the "
+                "same number. Give qo_indptr for ragged ones."
+            )
+        return None, num_tokens // batch
+    indptr = _vector(view, "qo_indptr", qo_indptr, ("int32",), batch + 1)
+    if max_q_len is None:
+        return indptr, num_tokens
+    if max_q_len < 0:
+        raise InvalidArgumentError(f"max_q_len is {max_q_len}; it must be at least 0.")
+    return indptr, min(max_q_len, num_tokens)
+
+
+def _check_flattens(q: Rows) -> None:
+    """Kernels step over tokens with one stride: (B, S) must be one axis in memory."""
+    for array in (q.latent, q.rope):
+        if array.shape[1] > 1 and array.strides[0] != array.shape[1] * array.strides[1]:
+            raise ShapeError(
+                f"{array.name} has strides {array.strides} (in elements) over shape {array.shape}; its first two "
+                "axes must "
+                "be one run of tokens in memory. Copy it, or pass (T, H, 576) with qo_indptr."
+            )
+
+
+def _pages(kv: Rows, page_size: int | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    if len(kv.shape) == 3 and kv.shape[2] != 1:
+        raise ShapeError(
+            f"kv_cache has shape {(*kv.shape, D)}; a fourth axis counts KV heads, of which MLA has 1: "
+            "(pages, page_size, 1, 576)."
+        )
+    if page_size is not None and (not isinstance(page_size, int) or page_size < 1):
+        raise InvalidArgumentError(f"page_size is {page_size!r}; it must be an integer of at least 1.")
+    if len(kv.shape) == 1 or (kv.shape[1] == 1 and page_size is not None):
+        size = 1 if page_size is None else page_size
+        if kv.shape[0] % size:
+            raise ShapeError(
+                f"kv_cache holds {kv.shape[0]} slots and page_size is {size}; slots must be a multiple of it."
+            )
+        steps = tuple((size * array.strides[0], array.strides[0]) for array in (kv.latent, kv.rope))
+        return kv.shape[0] // size, size, steps[0], steps[1]
+    if page_size is not None and page_size != kv.shape[1]:
+        raise ShapeError(
+            f"page_size is {page_size} and kv_cache has shape {(*kv.shape, D)}, pages of {kv.shape[1]} tokens; they "
+            "must "
+            "agree."
+        )
+    steps = tuple((array.strides[0], array.strides[1]) for array in (kv.latent, kv.rope))
+    return kv.shape[0], kv.shape[1], steps[0], steps[1]
+
+
+def _addressing(
+    view: View,
+    kv_indptr: Any,
+    kv_indices: Any,
+    block_table: Any,
+    batch: int,
+    num_pages: int,
+    page_size: int,
+) -> tuple[ArrayView | None, ArrayView | None, bool, int]:
+    """Return kv_indptr, page ids, whether they are a table, and the longest request they can address."""
+    if block_table is not None:
+        if kv_indptr is not None or kv_indices is not None:
+            raise InvalidArgumentError(
+                "block_table and kv_indptr/kv_indices are both given; allowed is one of the two ways to name pages."
+            )
+        table = view("block_table", block_table)
+        if table.ndim != 2 or table.shape[0] != batch:
+            raise ShapeError(
+                f"block_table has shape {table.shape}; it must be ({batch}, max_pages): one row for each request of "
+                "kv_lens."
+            )
+        if table.dtype not in _IDS:
+            raise ShapeError(f"block_table is {table.dtype}; allowed: {' or '.join(_IDS)}. Cast it.")
+        if table.shape[1] > 1 and table.strides[1] != 1:
+            raise ShapeError("block_table's rows are not contiguous; copy it.")
+        return None, table, True, table.shape[1] * page_size
+    if (kv_indptr is None) != (kv_indices is None):
+        given, missing = ("kv_indptr", "kv_indices") if kv_indices is None else ("kv_indices", "kv_indptr")
+        raise InvalidArgumentError(f"{given} is given without {missing}; the two belong together.")
+    if kv_indptr is not None:
+        ids = _vector(view, "kv_indices", kv_indices, _IDS)
+        indptr = _vector(view, "kv_indptr", kv_indptr, _IDS, batch + 1)
+        if ids.dtype != indptr.dtype:
+            raise ShapeError(
+                f"kv_indices is {ids.dtype} and kv_indptr is {indptr.dtype}; both must have the same type. Cast one."
+            )
+        return indptr, ids, False, ids.shape[0] * page_size
+    if num_pages < batch and not (batch == 1 and page_size == 1):
+        raise ShapeError(
+            f"kv_cache holds {num_pages} pages for {batch} requests and neither kv_indptr/kv_indices nor block_table "
+            "is "
+            f"given; page b is then request b. Give a table, or a kv_cache of shape ({batch}, max_kv, 576)."
+        )
+    if batch > 1 and page_size == 1:
+        raise ShapeError(
+            f"kv_cache is a pool of single slots for {batch} requests and nothing says which belong to whom. Give "
+            f"kv_indptr/kv_indices or block_table, or a kv_cache of shape ({batch}, max_kv, 576)."
+        )
+    return None, None, False, num_pages if batch == 1 and page_size == 1 else page_size
+
+
+def _mask(view: View, mask: Any, num_tokens: int) -> tuple[str, ArrayView | None, int]:
+    if isinstance(mask, TreeMask):
+        words = view("mask", mask.words)
+        if mask.num_tokens != num_tokens:
+            raise ShapeError(
+                f"mask has {mask.num_tokens} rows and q has {num_tokens} query tokens; one row for each token is "
+                "needed, "
+                "shared by all heads."
+            )
+        return "tree", words, mask.max_q
+    if isinstance(mask, str) and mask in MASK_CODES and mask != "tree":
+        return mask, None, 0
+    raise InvalidArgumentError(
+        f"mask is {mask!r}; allowed are 'causal', 'none' and a TreeMask. None is refused: say mask='none' to see all."
+    )
+
+
+def _finite(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be a finite number.") from None
+    if not math.isfinite(number):
+        raise InvalidArgumentError(f"{name} is {number}; it must be finite.")
+    return number
+
+
+def _cap(value: Any) -> float:
+    number = _finite("logit_cap", value)
+    if number < 0:
+        raise InvalidArgumentError(f"logit_cap is {number}; it must be positive, or 0 for no soft-cap.")
+    return number
+
+
+def _bound(max_kv_len: int | None, ids_bound: int) -> int:
+    if max_kv_len is None:
+        return ids_bound
+    if isinstance(max_kv_len, bool) or not isinstance(max_kv_len, int | np.integer) or max_kv_len < 0:
+        raise InvalidArgumentError(f"max_kv_len is {max_kv_len!r}; it must be an integer of at least 0.")
+    return min(int(max_kv_len), ids_bound)
+
+
+def _out_dtype(value: Any, q_dtype: str) -> str:
+    if value is None:
+        return q_dtype
+    name = value if isinstance(value, str) else np.dtype(value).name
+    if name not in DTYPE_CODES:
+        raise UnsupportedError(f"out_dtype is {value!r}; allowed are {', '.join(DTYPE_CODES)}.")
+    return name
+
+
+def _first(bad: np.ndarray[Any, Any]) -> int:
+    return int(np.flatnonzero(bad)[0])
+
+
+def _validate(problem: Problem) -> None:
+    kv_lens = to_host(problem.kv_lens).astype(np.int64)
+    if problem.qo_indptr is None:
+        q_lens = np.full(problem.batch, problem.max_q_len, np.int64)
+    else:
+        indptr = to_host(problem.qo_indptr).astype(np.int64)
+        q_lens = np.diff(indptr)
+        if indptr[0] != 0 or (q_lens < 0).any() or indptr[-1] > problem.num_tokens:
+            raise InvalidArgumentError(
+                f"qo_indptr is {indptr.tolist()[:8]}...; it must begin with 0, never fall, and end at or below the "
+                f"{problem.num_tokens} query tokens."
+            )
+        if (q_lens > problem.max_q_len).any():
+            worst = int(q_lens.argmax())
+            raise InvalidArgumentError(
+                f"max_q_len is {problem.max_q_len} and request {worst} has {q_lens[worst]} query tokens; no request "
+                "may "
+                "have more."
+            )
+    bad = (kv_lens < 0) | (kv_lens > problem.max_kv_len)
+    if bad.any():
+        request = _first(bad)
+        raise InvalidArgumentError(
+            f"kv_lens[{request}] is {kv_lens[request]}; allowed is 0 .. {problem.max_kv_len} (max_kv_len, or what "
+            "the page "
+            "table can address)."
+        )
+    _validate_mask(problem, kv_lens, q_lens)
+    _validate_pages(problem, kv_lens, q_lens)
+
+
+def _validate_mask(problem: Problem, kv_lens: np.ndarray[Any, Any], q_lens: np.ndarray[Any, Any]) -> None:
+    if problem.mask_mode != "tree":
+        return
+    tails, name = q_lens, "request"
+    if problem.tail_lens is not None:
+        tails, name = to_host(problem.tail_lens).astype(np.int64), "tail_lens"
+    bad = (tails < 0) | (tails > problem.mask_columns)
+    if bad.any():
+        request = _first(bad)
+        raise InvalidArgumentError(
+            f"{name} {request} needs {tails[request]} mask columns and the TreeMask has {problem.mask_columns} "
+            "(max_q); "
+            "make the mask wider."
+        )
+
+
+def _validate_pages(problem: Problem, kv_lens: np.ndarray[Any, Any], q_lens: np.ndarray[Any, Any]) -> None:
+    cached = np.maximum(kv_lens - q_lens, 0) if problem.new_kv is not None else kv_lens
+    needed = -(-cached // problem.page_size)
+    if problem.page_ids is None:
+        return  # page b is request b; kv_lens are within it
+    ids = to_host(problem.page_ids)
+    if problem.kv_indptr is None:
+        begins = np.arange(problem.batch, dtype=np.int64) * ids.shape[1]
+        available = np.full(problem.batch, ids.shape[1], np.int64)
+        ids = ids.reshape(-1)
+    else:
+        indptr = to_host(problem.kv_indptr).astype(np.int64)
+        begins, available = indptr[:-1], np.diff(indptr)
+        if indptr[0] < 0 or (available < 0).any() or indptr[-1] > ids.shape[0]:
+            raise InvalidArgumentError(
+                f"kv_indptr is {indptr.tolist()[:8]}...; it must begin at 0 or more, never fall, and end at or below "
+                "the "
+                f"{ids.shape[0]} kv_indices."
+            )
+    bad = needed > available
+    if bad.any():
+        request = _first(bad)
+        raise InvalidArgumentError(
+            f"kv_lens[{request}] is {kv_lens[request]} and needs {needed[request]} pages of {problem.page_size} "
+            "tokens; the "
+            f"page table names {available[request]} for it."
+        )
+    for request in range(problem.batch):
+        used = ids[begins[request] : begins[request] + needed[request]]
+        wrong = (used < 0) | (used >= problem.num_pages)
+        if wrong.any():
+            entry = _first(wrong)
+            raise InvalidArgumentError(
+                f"page {entry} of request {request} has id {used[entry]}; kv_cache holds pages 0 .. "
+                f"{problem.num_pages - 1}."
+            )

@@ -1,0 +1,302 @@
+"""From a problem and a device to launches: which kernels, grids, splits and workspaces. No device is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlaflash import combine
+from mlaflash.device import Device
+from mlaflash.errors import InvalidArgumentError, UnsupportedError
+from mlaflash.interop import ArrayView
+from mlaflash.params import MASK_CODES, new_params, page_divisor
+from mlaflash.problem import Problem
+from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines
+
+KERNELS = ("naive", "tile")
+
+NAIVE_SCORES_LIMIT = 1 << 30
+"""Largest workspace of `naive` in bytes: it keeps a float32 score for each row and KV token."""
+
+_TOKENS_PER_SPLIT = 64
+_WAVES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch but for its argument.
+
+    Attributes
+    ----------
+    kernel : str
+    defines : dict of str to int
+    grid : tuple of int
+    block : int
+        Threads.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+
+    kernel: str
+    defines: dict[str, int]
+    grid: tuple[int, int, int]
+    block: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Device memory that a schedule needs besides the caller's arrays.
+
+    Attributes
+    ----------
+    name : str
+        Field of the kernels' argument that points to it.
+    shape : tuple of int
+    dtype : str
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * (4 if self.dtype == "float32" else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The launches of one verify call, in order.
+
+    Attributes
+    ----------
+    config : KernelConfig
+        Constants of the kernel that reads the KV.
+    num_splits : int
+    launches : tuple of Launch
+    workspaces : tuple of Workspace
+    """
+
+    config: KernelConfig
+    num_splits: int
+    launches: tuple[Launch, ...]
+    workspaces: tuple[Workspace, ...]
+
+
+def plan(
+    problem: Problem,
+    device: Device,
+    *,
+    kernel: str | None = None,
+    tiles: KernelConfig | None = None,
+) -> Schedule:
+    """Choose the launches for a problem.
+
+    Parameters
+    ----------
+    problem : Problem
+    device : Device
+        Its limits count; a budget's too.
+    kernel : str or None
+        ``"naive"`` or ``"tile"``; None chooses.
+    tiles : KernelConfig or None
+        Constants of the kernel; None takes the defaults.
+
+    Returns
+    -------
+    Schedule
+
+    Raises
+    ------
+    UnsupportedError
+        There is no such kernel, or the problem is too large for `naive`.
+    InvalidArgumentError
+        `tiles` belong to another kernel.
+    TileError
+        The configuration does not fit the device.
+    """
+    config = _choose(kernel, tiles)
+    check_shared(config, device, problem.dtype)
+    if isinstance(config, NaiveConfig):
+        return _plan_naive(problem, config)
+    if isinstance(config, TileConfig):
+        return _plan_tile(problem, config, device)
+    raise UnsupportedError(f"kernel {config.kernel!r} is not one of {', '.join(KERNELS)}.")
+
+
+def _choose(kernel: str | None, tiles: KernelConfig | None) -> KernelConfig:
+    name = kernel if kernel not in (None, "auto") else (tiles.kernel if tiles is not None else "tile")
+    if name not in KERNELS:
+        raise UnsupportedError(f"kernel is {name!r}; allowed are {', '.join(KERNELS)}, or None to have it chosen.")
+    if tiles is not None:
+        if not isinstance(tiles, KernelConfig) or tiles.kernel != name:
+            raise InvalidArgumentError(
+                f"tiles is {tiles!r} and kernel is {name!r}; the tiles must be those of the kernel. Leave one out."
+            )
+        return tiles
+    return NaiveConfig() if name == "naive" else TileConfig()
+
+
+def _plan_naive(problem: Problem, config: NaiveConfig) -> Schedule:
+    scores = Workspace("scores", (problem.num_tokens, problem.num_heads, problem.max_kv_len), "float32")
+    if scores.num_bytes > NAIVE_SCORES_LIMIT:
+        raise UnsupportedError(
+            f"naive keeps a score for each of {problem.rows} rows x {problem.max_kv_len} tokens, {scores.num_bytes} "
+            "bytes; "
+            f"allowed are {NAIVE_SCORES_LIMIT}. Use kernel='tile', or pass a smaller max_kv_len."
+        )
+    launch = Launch(
+        "naive",
+        dtype_defines(problem.dtype, problem.out_dtype, "float32"),
+        (problem.rows, 1, 1),
+        config.threads,
+        config.shared_bytes(problem.dtype),
+    )
+    return Schedule(config, 1, (launch,), (scores,))
+
+
+def _plan_tile(problem: Problem, config: TileConfig, device: Device) -> Schedule:
+    head_tiles = -(-problem.num_heads // config.ht)
+    blocks = problem.num_tokens * head_tiles
+    splits = config.nsplit or default_splits(blocks, problem.max_kv_len, device)
+    types = dtype_defines(problem.dtype, problem.out_dtype, "float32")
+    launch = Launch(
+        "tile",
+        types | config.defines(),
+        (blocks, splits, 1),
+        config.threads,
+        config.shared_bytes(problem.dtype),
+    )
+    return with_combine(problem, config, launch, splits, "float32")
+
+
+def default_splits(blocks: int, max_kv_len: int, device: Device) -> int:
+    """Split the KV until the grid fills the device about twice, but never below 64 tokens a split.
+
+    Parameters
+    ----------
+    blocks : int
+        Blocks of one split.
+    max_kv_len : int
+        Tokens of the longest request.
+    device : Device
+    """
+    wanted = -(-_WAVES * device.num_sms // max(blocks, 1))
+    most = max(1, max_kv_len // _TOKENS_PER_SPLIT)
+    return min(wanted, most, combine.MAX_SPLITS)
+
+
+def with_combine(problem: Problem, config: KernelConfig, launch: Launch, splits: int, partial_dtype: str) -> Schedule:
+    """Add the merge of the splits, and the memory between both, to a launch that writes partial outputs.
+
+    Parameters
+    ----------
+    problem : Problem
+    config : KernelConfig
+    launch : Launch
+        Of the kernel that reads the KV.
+    splits : int
+    partial_dtype : str
+        Element type of the partial outputs.
+    """
+    if splits == 1:
+        return Schedule(config, 1, (launch,), ())
+    types = dtype_defines(problem.dtype, problem.out_dtype, partial_dtype)
+    merge = Launch(
+        "combine",
+        types | {"SPLIT_WARPS": combine.split_warps(splits)},
+        combine.grid(problem.rows, splits),
+        combine.BLOCK,
+        combine.SHARED_BYTES,
+    )
+    workspaces = (
+        Workspace("partial_out", (splits, problem.rows, 512), partial_dtype),
+        Workspace("partial_lse", (splits, problem.rows), "float32"),
+    )
+    return Schedule(config, splits, (launch, merge), workspaces)
+
+
+def build_params(
+    problem: Problem,
+    schedule: Schedule,
+    out: ArrayView,
+    lse: ArrayView,
+    workspace_ptrs: dict[str, int],
+) -> np.ndarray[Any, Any]:
+    """Fill the kernels' argument.
+
+    Parameters
+    ----------
+    problem : Problem
+    schedule : Schedule
+    out, lse : ArrayView
+        Of shapes `problem.out_shape` and the same without its last axis.
+    workspace_ptrs : dict of str to int
+        Address of each workspace of the schedule, by name.
+
+    Returns
+    -------
+    numpy.ndarray, shape (1,), `mlaflash.params.PARAMS_DTYPE`
+    """
+    magic, shift = page_divisor(problem.page_size)
+    q, kv, new = problem.q, problem.kv, problem.new_kv
+    fields: dict[str, Any] = {
+        "q_nope": q.latent_ptr,
+        "q_pe": q.rope_ptr,
+        "kv_c": kv.latent_ptr,
+        "k_pe": kv.rope_ptr,
+        "kv_lens": problem.kv_lens.ptr,
+        "out": out.ptr,
+        "lse": lse.ptr,
+        "q_nope_stride_t": q.latent.strides[-3],
+        "q_nope_stride_h": q.latent.strides[-2],
+        "q_pe_stride_t": q.rope.strides[-3],
+        "q_pe_stride_h": q.rope.strides[-2],
+        "kv_c_stride_page": problem.page_strides[0],
+        "kv_c_stride_token": problem.page_strides[1],
+        "k_pe_stride_page": problem.page_rope_strides[0],
+        "k_pe_stride_token": problem.page_rope_strides[1],
+        "out_stride_t": out.strides[-3],
+        "out_stride_h": out.strides[-2],
+        "lse_stride_t": lse.strides[-2],
+        "lse_stride_h": lse.strides[-1],
+        "scores_stride": problem.max_kv_len,
+        "num_tokens": problem.num_tokens,
+        "num_heads": problem.num_heads,
+        "batch": problem.batch,
+        "max_q_len": problem.max_q_len,
+        "page_size": problem.page_size,
+        "page_magic": magic,
+        "page_shift": shift,
+        "num_splits": schedule.num_splits,
+        "mask_mode": MASK_CODES[problem.mask_mode],
+        "vectorized": problem.is_aligned,
+        "sm_scale": problem.sm_scale,
+        "logit_cap": problem.logit_cap,
+    }
+    for name, view in (
+        ("qo_indptr", problem.qo_indptr),
+        ("kv_indptr", problem.kv_indptr),
+        ("tail_lens", problem.tail_lens),
+    ):
+        fields[name] = view.ptr if view is not None else 0
+    if problem.page_ids is not None:
+        fields["page_ids"] = problem.page_ids.ptr
+        fields["wide_ids"] = problem.page_ids.dtype == "int64"
+        if problem.block_table:
+            fields["block_table_stride"] = problem.page_ids.strides[0]
+    if problem.mask_words is not None:
+        fields["mask_words"] = problem.mask_words.ptr
+        fields["mask_words_per_row"] = problem.mask_words.shape[1]
+    if new is not None:
+        fields |= {
+            "new_kv_c": new.latent_ptr,
+            "new_k_pe": new.rope_ptr,
+            "new_kv_c_stride": new.latent.strides[0],
+            "new_k_pe_stride": new.rope.strides[0],
+        }
+    return new_params(**fields, **workspace_ptrs)

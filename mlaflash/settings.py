@@ -1,0 +1,128 @@
+"""The environment variables that mlaflash reads, in one place.
+
+Nothing is remembered between calls: a variable that a program changes is in force at the next use.
+"""
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from mlaflash.errors import InvalidArgumentError
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
+_ARCH = re.compile(r"sm_\d{2,3}[af]?")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment asks for.
+
+    Parameters
+    ----------
+    cache_dir : str or None
+        ``MLAFLASH_CACHE_DIR``: folder of compiled kernels; None is the platform's own, the empty
+        string is no cache on disk.
+    log : str
+        ``MLAFLASH_LOG``: ``warning``, ``info`` or ``debug``. It never changes what is compiled.
+    disable_jit : bool
+        ``MLAFLASH_DISABLE_JIT``: a kernel that is not in the cache is an error instead of a
+        compilation.
+    lineinfo : bool
+        ``MLAFLASH_JIT_LINEINFO``: line tables in the compiled kernel, for profilers.
+    arch : str or None
+        ``MLAFLASH_ARCH``: target architecture instead of the device's own.
+    cxx : str or None
+        ``CXX``: the host compiler of the emulator; None lets the emulator look for one.
+    """
+
+    cache_dir: str | None = None
+    log: str = "warning"
+    disable_jit: bool = False
+    lineinfo: bool = False
+    arch: str | None = None
+    cxx: str | None = None
+
+    @property
+    def cache_path(self) -> Path | None:
+        """Folder of compiled kernels, which may not exist yet; None without a cache on disk."""
+        if self.cache_dir is None:
+            return platformdirs.user_cache_path("mlaflash", appauthor=False)
+        return Path(self.cache_dir).expanduser() if self.cache_dir else None
+
+
+def settings() -> Settings:
+    """Read the environment.
+
+    Returns
+    -------
+    Settings
+
+    Raises
+    ------
+    InvalidArgumentError
+        A variable has a value that is not allowed.
+    """
+    return Settings(
+        cache_dir=os.environ.get("MLAFLASH_CACHE_DIR"),
+        log=_log_level("MLAFLASH_LOG"),
+        disable_jit=_flag("MLAFLASH_DISABLE_JIT"),
+        lineinfo=_flag("MLAFLASH_JIT_LINEINFO"),
+        arch=_arch("MLAFLASH_ARCH"),
+        cxx=os.environ.get("CXX") or None,
+    )
+
+
+def configure_logging() -> None:
+    """Let the logger ``mlaflash`` speak on stderr where ``MLAFLASH_LOG`` asks for it."""
+    # A bad value is refused by `settings`, at the first use, not by an import.
+    level = _LEVELS.get(os.environ.get("MLAFLASH_LOG", "").strip().lower())
+    if level is None:
+        return
+    logger = logging.getLogger("mlaflash")
+    logger.setLevel(level)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+        # A program that sets up the root logger would print every line twice.
+        logger.propagate = False
+
+
+def _flag(variable: str) -> bool:
+    value = os.environ.get(variable, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise InvalidArgumentError(
+        f"{variable} is {value!r}; allowed are 1, true, yes, on and 0, false, no, off. Set one of "
+        "them or unset it."
+    )
+
+
+def _log_level(variable: str) -> str:
+    value = os.environ.get(variable, "").strip().lower() or "warning"
+    if value not in _LEVELS:
+        raise InvalidArgumentError(
+            f"{variable} is {value!r}; allowed are {', '.join(sorted(_LEVELS))}. Set one of them "
+            "or unset it."
+        )
+    return value
+
+
+def _arch(variable: str) -> str | None:
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        return None
+    if not _ARCH.fullmatch(value):
+        raise InvalidArgumentError(
+            f"{variable} is {value!r}; allowed is a CUDA architecture such as sm_90, sm_90a or "
+            "sm_120. Set one of them or unset it."
+        )
+    return value
