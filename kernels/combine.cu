@@ -4,34 +4,31 @@
 //
 // One block: 4 warps. SPLIT_WARPS of them share the splits of one item, an item being 128 columns of one (token, head)
 // row; a lane owns 4 columns.
-//   grid   (T * H, SPLIT_WARPS, 1); block 128 threads; shared memory SHARED_BYTES, whatever num_splits is
+//   grid   (T * H, SPLIT_WARPS, 1); block 128 threads; shared memory Smem::BYTES (6,208), whatever num_splits is
 //   splits any number from 1 to MAX_SPLITS, at run time
 // Idea: the kernel is short, so latency decides. The first BATCH partial loads of every warp are in flight before the
 // weights are known, and each later batch is loaded while the one before it is summed.
 // SPLIT_WARPS = 4 is for few rows and many splits, 1 for many rows and few splits (no sum across warps).
 // The merge is the one of split-KV ("flash") decoding; out rows and partials start on 16 bytes.
-#include "include/params.cuh"
-#include "include/ptx.cuh"
-#include "include/convert.cuh"
+#include "addressing.cuh"
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * WARP;
 constexpr int COLUMNS = 4 * WARP;  // of one item
 constexpr int ITEMS = WARPS / SPLIT_WARPS;
-constexpr int BATCH = 8;  // loads a lane has in flight
+constexpr int BATCH = SPLIT_WARPS == 1 ? 4 : 8;  // loads a lane has in flight
 constexpr int MAX_SPLITS = 1024;
-constexpr float LN_2 = 0.693147180559945309f;
+constexpr float NEG_INF = -__builtin_huge_valf();
 static_assert(SPLIT_WARPS == 1 || SPLIT_WARPS == 2 || SPLIT_WARPS == 4, "an item's warps divide the block");
 static_assert(ITEMS * SPLIT_WARPS * COLUMNS == DL, "gridDim.y == SPLIT_WARPS covers a row");
 
-struct Shared {  // byte offsets
-  static constexpr u32 WEIGHTS = 0;                         // [MAX_SPLITS] float
-  static constexpr u32 MAXIMA = WEIGHTS + MAX_SPLITS * 4;   // [WARPS] float
-  static constexpr u32 WEIGHT_SUMS = MAXIMA + WARPS * 4;    // [WARPS] float
-  static constexpr u32 COLUMN_SUMS = WEIGHT_SUMS + WARPS * 4;  // [WARPS][WARP] f32x4
+struct Smem {
+  static constexpr u32 WEIGHTS = 0;                            // float32 [MAX_SPLITS]
+  static constexpr u32 MAXIMA = WEIGHTS + MAX_SPLITS * 4;      // float32 [WARPS]
+  static constexpr u32 WEIGHT_SUMS = MAXIMA + WARPS * 4;       // float32 [WARPS]
+  static constexpr u32 COLUMN_SUMS = WEIGHT_SUMS + WARPS * 4;  // float32 [WARPS][WARP][4]
   static constexpr u32 BYTES = COLUMN_SUMS + WARPS * WARP * 16;
 };
-constexpr int SHARED_BYTES = Shared::BYTES;
 
 struct Thread {
   int lane, warp;
@@ -52,6 +49,23 @@ DEVICE Thread locate(const VerifyParams& p) {
   return t;
 }
 
+// Four neighbours, of which the first lies on a multiple of four elements.
+template <int DTYPE>
+DEVICE f32x4 load_quad(const u8* ptr) {
+  if constexpr (DTYPE == FLOAT32) {
+    return ld_global_cg_f32x4(ptr);
+  } else {
+    const u32x2 v = ld_global_cg_u32x2(ptr);
+    return {element_to_f32<DTYPE>((u16)v.x), element_to_f32<DTYPE>((u16)(v.x >> 16)), element_to_f32<DTYPE>((u16)v.y),
+            element_to_f32<DTYPE>((u16)(v.y >> 16))};
+  }
+}
+template <int DTYPE>
+DEVICE void store_quad(u8* ptr, f32x4 v) {
+  if constexpr (DTYPE == FLOAT32) st_global_f32x4(ptr, v);
+  else st_global_u32x2(ptr, {pack_elements<DTYPE>(v.x, v.y), pack_elements<DTYPE>(v.z, v.w)});
+}
+
 // Splits first, first + SPLIT_WARPS, ... ; zeros past the last one.
 DEVICE void load_batch(f32x4 (&batch)[BATCH], const VerifyParams& p, const Thread& t, int first) {
 #pragma unroll
@@ -59,7 +73,8 @@ DEVICE void load_batch(f32x4 (&batch)[BATCH], const VerifyParams& p, const Threa
     const int split = first + i * SPLIT_WARPS;
     batch[i] = {0.f, 0.f, 0.f, 0.f};
     if (split < p.num_splits)
-      batch[i] = ld_global_cg_4<PARTIAL_DTYPE>(p.partial_out, (split * t.rows + t.row) * DL + t.column);
+      batch[i] = load_quad<PARTIAL_DTYPE>(
+          element_ptr<PARTIAL_DTYPE>((const void*)p.partial_out, (split * t.rows + t.row) * DL + t.column));
   }
 }
 
@@ -95,8 +110,8 @@ struct Weights {
 
 // All threads: the weights of the row's splits to shared memory.
 DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem) {
-  const u32 weights = smem + Shared::WEIGHTS, maxima = smem + Shared::MAXIMA, sums = smem + Shared::WEIGHT_SUMS;
-  float max = -INFINITE;
+  const u32 weights = smem + Smem::WEIGHTS, maxima = smem + Smem::MAXIMA, sums = smem + Smem::WEIGHT_SUMS;
+  float max = NEG_INF;
   for (int split = thread_idx(); split < p.num_splits; split += THREADS) {
     const float lse = ld_global_cg_f32(p.partial_lse + split * t.rows + t.row);
     st_shared_f32(weights + split * 4, lse);  // read back below by this thread alone
@@ -111,7 +126,7 @@ DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem)
   float sum = 0.f;
   for (int split = thread_idx(); split < p.num_splits; split += THREADS) {
     const float lse = ld_shared_f32(weights + split * 4);
-    const float weight = lse == -INFINITE ? 0.f : ex2(lse - max);
+    const float weight = lse == NEG_INF ? 0.f : ex2(lse - max);
     st_shared_f32(weights + split * 4, weight);
     sum += weight;
   }
@@ -127,7 +142,7 @@ DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem)
 // Adds the sums of an item's SPLIT_WARPS warps; the item's first warp gets the total.
 DEVICE f32x4 sum_over_warps(f32x4 sum, const Thread& t, u32 smem) {
   if constexpr (SPLIT_WARPS == 1) return sum;
-  const u32 mine = smem + Shared::COLUMN_SUMS + thread_idx() * 16;
+  const u32 mine = smem + Smem::COLUMN_SUMS + thread_idx() * 16;
   st_shared_f32x4(mine, sum);
   block_sync();  // orders the writes of the column sums before the first warps' reads of them
   if (t.first_split != 0) return sum;
@@ -142,11 +157,12 @@ DEVICE f32x4 sum_over_warps(f32x4 sum, const Thread& t, u32 smem) {
 DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, Weights weights) {
   const int token = (int)(t.row / p.num_heads), head = (int)(t.row % p.num_heads);
   const float scale = weights.sum == 0.f ? 0.f : 1.f / weights.sum;
-  st_global_4<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column,
-                         {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
+  store_quad<OUT_DTYPE>(
+      element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column),
+      {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
   if (t.column == 0)
     st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
-                  weights.sum == 0.f ? -INFINITE : (weights.max + lg2(weights.sum)) * LN_2);
+                  weights.sum == 0.f ? NEG_INF : (weights.max + lg2(weights.sum)) * LN_2);
 }
 
 KERNEL(mlaflash_combine, THREADS, 1) {
@@ -162,7 +178,7 @@ KERNEL(mlaflash_combine, THREADS, 1) {
   for (int first = t.first_split; first < p.num_splits; first += BATCH * SPLIT_WARPS) {
     f32x4 next[BATCH];
     load_batch(next, p, t, first + BATCH * SPLIT_WARPS);
-    add_batch(sum, batch, p, smem + Shared::WEIGHTS, first);
+    add_batch(sum, batch, p, smem + Smem::WEIGHTS, first);
 #pragma unroll
     for (int i = 0; i < BATCH; i++) batch[i] = next[i];
   }

@@ -51,8 +51,8 @@ def mla_verify(
         Absorbed queries: 512 latent columns, then 64 rope columns; or the pair ``(q_nope, q_pe)`` of widths 512 and 64.
         Any strides, last axis contiguous; the second form has S query tokens for every request.
     kv_cache : array, q's dtype
-        ``(slots, 576)``, ``(slots, 1, 576)``, ``(pages, page_size, 576)`` or ``(pages, page_size, 1, 576)``; or the pair
-        ``(kv_c, k_pe)`` of widths 512 and 64.
+        ``(slots, 576)``, ``(slots, 1, 576)``, ``(pages, page_size, 576)`` or ``(pages, page_size, 1, 576)``; or the
+        pair ``(kv_c, k_pe)`` of widths 512 and 64.
     sm_scale : float
         Multiplies ``q . row``; any finite value. There is no default: 0.14468 for Kimi K2.x, 0.13523 for DeepSeek-V3
         (see `yarn_sm_scale`).
@@ -104,7 +104,8 @@ def mla_verify(
     out : array, q's dtype or `out_dtype`
         ``(T, H, 512)`` or ``(B, S, H, 512)``.
     lse : array, float32
-        ``(T, H)`` or ``(B, S, H)``: natural logarithm of the sum of the exponentials of the scores; -inf for an empty row.
+        ``(T, H)`` or ``(B, S, H)``: natural logarithm of the sum of the exponentials of the scores; -inf for an
+        empty row.
 
     Raises
     ------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -48,6 +49,11 @@ PARAMS_DTYPE: Final = np.dtype(
     + [("sm_scale", np.float32), ("logit_cap", np.float32)],
     align=True,
 )
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the NumPy type of an element type's name; bfloat16 is that of `ml_dtypes`."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def new_params(**fields: Any) -> npt.NDArray[np.void]:

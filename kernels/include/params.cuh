@@ -78,3 +78,31 @@ constexpr int TK = MLAFLASH_TK;
 static_assert(HT > 0 && (HT & (HT - 1)) == 0, "HT must be a positive power of two");
 static_assert(TK > 0 && (TK & (TK - 1)) == 0, "TK must be a positive power of two");
 #endif
+
+// combine: warps that share the splits of 128 columns of a row.
+#ifdef MLAFLASH_SPLIT_WARPS
+constexpr int SPLIT_WARPS = MLAFLASH_SPLIT_WARPS;
+#endif
+
+// mma_wide: warps are ROW_GROUPS x COLUMN_WARPS; a row group owns 16 packed rows, a column warp its share of the columns.
+#ifdef MLAFLASH_ROW_GROUPS
+constexpr int ROW_GROUPS = MLAFLASH_ROW_GROUPS;
+#endif
+#ifdef MLAFLASH_COLUMN_WARPS
+constexpr int COLUMN_WARPS = MLAFLASH_COLUMN_WARPS;
+#endif
+// Tiles in the KV ring, and how many ldmatrix a warp issues ahead of the products that use them.
+#ifdef MLAFLASH_STAGES
+constexpr int STAGES = MLAFLASH_STAGES;
+#endif
+#ifdef MLAFLASH_LOOKAHEAD
+constexpr int LOOKAHEAD = MLAFLASH_LOOKAHEAD;
+#endif
+
+// Tensor-core kernels. SOFT_CAP 1: logit_cap is positive. NEW_KV 1: new_kv_c and new_k_pe hold the last q_len tokens.
+#ifdef MLAFLASH_SOFT_CAP
+constexpr int SOFT_CAP = MLAFLASH_SOFT_CAP;
+#endif
+#ifdef MLAFLASH_NEW_KV
+constexpr int NEW_KV = MLAFLASH_NEW_KV;
+#endif

@@ -1,0 +1,345 @@
+// The tensor-core kernel for many rows: one block computes 16 * ROW_GROUPS packed rows (query token x head) of one request over
+// one split of its KV, and reads every KV row once for all of them.
+//
+// Grid:   x = ceil(max_q_len * H / (16 * ROW_GROUPS)) row tiles, y = split, z = request. Block: 32 * ROW_GROUPS * COLUMN_WARPS threads.
+// Shared: STAGES * 18,688 + ROW_GROUPS * COLUMN_WARPS * 2,048 + 128 + 16 * STAGES bytes (struct Smem).
+// Idea:   keys and values are one tile of 16 tokens in a ring that cp.async fills. A warp owns 16 rows x 1 / COLUMN_WARPS of the
+//         576 dims of q (in registers) and as much of the 512 output columns; the column warps of a row group add their partial
+//         scores through shared memory and all compute the same weights, which so never leave registers. The tensor cores get
+//         q K of tile n and P V of tile n - 1 as one interleaved stream: P V has no chain to wait for, and covers q K's.
+// Source: the warp layout of FlashAttention-2 (Dao, arXiv:2307.08691, section 3.3), turned to split the reduction dim as well,
+//         which V = K[:, :512] invites; the lagging maximum is FlashAttention-4's (conditional rescaling).
+#include "mma.cuh"
+
+constexpr int WARPS = ROW_GROUPS * COLUMN_WARPS;
+constexpr int THREADS = WARPS * WARP;
+constexpr int ROWS = ROW_GROUPS * 16;
+
+constexpr int ROW_BYTES = D * 2;
+constexpr int LATENT_BYTES = DL * 2;
+constexpr int PITCH = ROW_BYTES + 16;  // an odd multiple of 16 bytes: the 8 rows of an ldmatrix phase hit all 32 banks
+constexpr int STAGE_BYTES = TILE * PITCH;
+
+constexpr int K_STEPS = D / 16 / COLUMN_WARPS;   // products of 16 dims in a warp's part of q K
+constexpr int V_STEPS = DL / 16 / COLUMN_WARPS;  // 16-column pieces of a warp's part of P V
+constexpr int O_TILES = DL / 8 / COLUMN_WARPS;
+constexpr int STREAM = K_STEPS > V_STEPS ? K_STEPS : V_STEPS;
+
+constexpr int COPY_LANES = 16;                                    // lanes that copy one KV row
+constexpr int COPY_ROWS = TILE / (THREADS / COPY_LANES);          // rows that such a half-warp copies
+constexpr int MASK_WORDS = 32;                                    // of mask columns, so tail_len <= 1,024
+constexpr int NO_ROW = -1;                                        // in place of a page id: fill with zeros
+constexpr int SCORE_BYTES = WARP * 16;                            // one 16 x 8 piece of scores of a warp
+
+static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows of a tile");
+static_assert(STAGES >= 3, "two tiles are in use, one at least must be in flight");
+static_assert(ROW_GROUPS <= STAGES, "q passes through the ring, 16 rows a stage");
+static_assert((STAGES & (STAGES - 1)) == 0, "ring positions are the low bits of a tile's number");
+
+struct Smem {
+  static constexpr u32 RING = 0;                                             // [STAGES][16][PITCH] KV tiles, before them q
+  static constexpr u32 EXCHANGE = RING + STAGES * STAGE_BYTES;               // float32 [2][WARPS][2][32][4] partial scores
+  static constexpr u32 COLUMNS = EXCHANGE + 2 * WARPS * 2 * SCORE_BYTES;     // u32 [MASK_WORDS] mask columns that any row sees
+  static constexpr u32 FULL = COLUMNS + MASK_WORDS * 4;                      // mbarrier [STAGES]: a tile has landed
+  static constexpr u32 EMPTY = FULL + STAGES * 8;                            // mbarrier [STAGES]: all warps are done with it
+  static constexpr u32 BYTES = EMPTY + STAGES * 8;
+};
+
+DEVICE u32 stage_offset(u32 tile) { return tile % STAGES * STAGE_BYTES; }
+DEVICE u32 full_barrier(u32 smem, u32 tile) { return smem + Smem::FULL + tile % STAGES * 8; }
+DEVICE u32 empty_barrier(u32 smem, u32 tile) { return smem + Smem::EMPTY + tile % STAGES * 8; }
+DEVICE u32 ring_parity(u32 tile) { return tile / STAGES & 1; }
+
+// --- the lane's place ----------------------------------------------------------------------------------------------
+
+struct Warp {
+  int row_group, column;  // row_group owns rows 16 * row_group ..., column its share of dims and columns
+  u32 keys, values;       // shared address of the lane's ldmatrix row in stage 0
+  u32 scores;             // shared address of the lane's place in exchange buffer 0, of column warp 0
+};
+
+DEVICE Warp locate(u32 smem) {
+  Warp w;
+  const int lane = lane_idx();
+  w.row_group = warp_idx() / COLUMN_WARPS;
+  w.column = warp_idx() % COLUMN_WARPS;
+  // Keys: matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the B fragments
+  // of the two token octets, in neighbouring registers as the tensor cores want them.
+  w.keys = smem + Smem::RING + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 + w.column * (ROW_BYTES / COLUMN_WARPS);
+  // Values, transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
+  w.values = smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 + w.column * (LATENT_BYTES / COLUMN_WARPS);
+  w.scores = smem + Smem::EXCHANGE + w.row_group * COLUMN_WARPS * 2 * SCORE_BYTES + lane * 16;
+  return w;
+}
+
+// --- filling the ring ----------------------------------------------------------------------------------------------
+
+struct Source {
+  const u8* ids;        // the request's page ids
+  int begin, end;       // KV tokens of this block
+  int tail_begin;       // tokens from here on are read only where a mask column says so
+  int cached;           // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
+  int new_row;          // NEW_KV: the row of token 0, were it there
+};
+
+DEVICE Source make_source(const VerifyParams& p, const Request& r, const TileRange& range) {
+  Source s;
+  s.ids = (const u8*)p.page_ids + r.id_begin * (p.wide_ids ? 8 : 4);
+  s.begin = range.begin;
+  s.end = range.end;
+  s.tail_begin = p.mask_mode == MASK_TREE ? r.kv_len - r.tail_len : range.end;
+  s.cached = r.kv_len - r.q_len;
+  s.new_row = r.q_begin - s.cached;
+  return s;
+}
+
+// Row of a tile that this lane copies a part of.
+DEVICE int copy_row(int i) { return (thread_idx() / COPY_LANES) * COPY_ROWS + i; }
+
+// A page id is loaded one refill before it is used. The low word of a 64-bit id is enough: pools have fewer than 2^31 pages.
+DEVICE void fetch_ids(i32 (&ids)[COPY_ROWS], const VerifyParams& p, const Source& s, u32 tile) {
+#pragma unroll
+  for (int i = 0; i < COPY_ROWS; i++) {
+    const int token = s.begin + (int)tile * TILE + copy_row(i);
+    ids[i] = token < s.end ? 0 : NO_ROW;
+    if (token < (NEW_KV ? min_int(s.cached, s.end) : s.end))
+      ids[i] = (i32)ld_global_u32(s.ids + (u64)page_of(p, token) * (p.wide_ids ? 8 : 4));
+  }
+}
+
+DEVICE KvRow source_row(const VerifyParams& p, const Source& s, int token, i32 id) {
+  if (NEW_KV && token >= s.cached) {
+    const i64 row = s.new_row + token;
+    return {element_ptr<KV_DTYPE>(p.new_kv_c, row * p.new_kv_c_stride),
+            element_ptr<KV_DTYPE>(p.new_k_pe, row * p.new_k_pe_stride)};
+  }
+  const u32 slot = token - page_of(p, token) * p.page_size;
+  return {element_ptr<KV_DTYPE>(p.kv_c, (u32)id * p.kv_c_stride_page + slot * p.kv_c_stride_token),
+          element_ptr<KV_DTYPE>(p.k_pe, (u32)id * p.k_pe_stride_page + slot * p.k_pe_stride_token)};
+}
+
+// Some row of the row tile sees the token. Others are zeros in the ring: their weight is 0, but 0 times a NaN is not.
+DEVICE bool is_seen(const Source& s, u32 smem, int token) {
+  const int column = token - s.tail_begin;
+  return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
+}
+
+// The lane's part of copying `tile` to its stage, and its arrival on the full barrier for when that has landed.
+DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 tile, const i32 (&ids)[COPY_ROWS]) {
+  const int chunk = thread_idx() % COPY_LANES * 16;
+#pragma unroll
+  for (int i = 0; i < COPY_ROWS; i++) {
+    const int token = s.begin + (int)tile * TILE + copy_row(i);
+    const u32 bytes = ids[i] != NO_ROW && is_seen(s, smem, token) ? 16 : 0;
+    const KvRow row = source_row(p, s, token, ids[i]);
+    const u32 dst = smem + Smem::RING + stage_offset(tile) + copy_row(i) * PITCH + chunk;
+#pragma unroll
+    for (int c = 0; c < LATENT_BYTES; c += COPY_LANES * 16) cp_async_16_zfill(dst + c, row.c + chunk + c, bytes);
+    if (chunk < DR * 2) cp_async_16_zfill(dst + LATENT_BYTES, row.pe + chunk, bytes);
+  }
+  cp_async_mbarrier_arrive_noinc(full_barrier(smem, tile));
+}
+
+// --- before the first tile -----------------------------------------------------------------------------------------
+
+DEVICE void init_barriers(u32 smem) {
+  if (thread_idx() != 0) return;
+  for (int stage = 0; stage < STAGES; stage++) {
+    mbarrier_init(full_barrier(smem, stage), THREADS);
+    mbarrier_init(empty_barrier(smem, stage), WARPS);
+  }
+}
+
+// Starts the copies of q, 16 rows a stage. Rows past the last one are zeros.
+DEVICE void copy_q(const VerifyParams& p, const Request& r, u32 smem, int first_row, int num_rows) {
+  constexpr int ROWS_PER_WARP = ROWS / WARPS;
+  const int begin = warp_idx() * ROWS_PER_WARP, chunk = lane_idx() * 16;
+  int token = r.q_begin + (first_row + begin) / p.num_heads, head = (first_row + begin) % p.num_heads;
+#pragma unroll
+  for (int i = 0; i < ROWS_PER_WARP; i++) {
+    const int row = begin + i;
+    const u32 bytes = first_row + row < num_rows ? 16 : 0;
+    const u32 dst = smem + Smem::RING + row / 16 * STAGE_BYTES + row % 16 * PITCH + chunk;
+    const u8* nope = q_nope_row(p, token, head) + chunk;
+    cp_async_16_zfill(dst, nope, bytes);
+    cp_async_16_zfill(dst + 512, nope + 512, bytes);
+    if (chunk < DR * 2) cp_async_16_zfill(dst + LATENT_BYTES, q_pe_row(p, token, head) + chunk, bytes);
+    if (++head == p.num_heads) head = 0, token++;
+  }
+}
+
+// Tree masks: the columns that any row of the row tile sees, for is_seen().
+DEVICE void collect_columns(const VerifyParams& p, const Request& r, u32 smem, int first_row, int last_row) {
+  const int word = thread_idx();
+  if (p.mask_mode != MASK_TREE || word >= MASK_WORDS) return;
+  u32 seen = 0;
+  if (word < p.mask_words_per_row)
+    for (int token = first_row / p.num_heads; token <= last_row / p.num_heads; token++)
+      seen |= ld_global_u32(p.mask_words + (i64)(r.q_begin + token) * p.mask_words_per_row + word);
+  st_shared_u32(smem + Smem::COLUMNS + word * 4, seen);
+}
+
+DEVICE void load_q(u32 (&q)[K_STEPS][4], const VerifyParams& p, u32 smem, const Warp& w) {
+  const int lane = lane_idx();
+  const u32 addr = smem + Smem::RING + w.row_group * STAGE_BYTES + lane % 16 * PITCH + lane / 16 * 16 +
+                   w.column * (ROW_BYTES / COLUMN_WARPS);
+#pragma unroll
+  for (int k = 0; k < K_STEPS; k++) {
+    ldmatrix_x4(q[k], addr + k * 32);
+#pragma unroll
+    for (int i = 0; i < 4; i++) q[k][i] = fold_scale_sign(p, q[k][i]);
+  }
+}
+
+// --- one step: scores of tile n, values of tile n - 1 ----------------------------------------------------------------
+
+struct Fragments {
+  u32 k[LOOKAHEAD + 1][4], v[LOOKAHEAD + 1][4];
+};
+
+struct State {
+  u32 q[K_STEPS][4];
+  float o[O_TILES][4];
+  u32 weights[4];  // of tile n - 1, as an A fragment
+  RowState rows;
+};
+
+template <bool SCORES, bool VALUES>
+DEVICE void load_fragments(Fragments& f, u32 keys, u32 values, int i) {
+  if (SCORES && i < K_STEPS) ldmatrix_x4(f.k[i % (LOOKAHEAD + 1)], keys + i * 32);
+  if (VALUES && i < V_STEPS) ldmatrix_x4_trans(f.v[i % (LOOKAHEAD + 1)], values + i * 32);
+}
+
+// Steps [FROM, TO) of the stream of products.
+template <bool SCORES, bool VALUES, int FROM, int TO>
+DEVICE void stream(State& state, float (&s)[2][4], Fragments& f, u32 keys, u32 values) {
+#pragma unroll
+  for (int i = FROM; i < TO; i++) {
+    load_fragments<SCORES, VALUES>(f, keys, values, i + LOOKAHEAD);
+    if (SCORES && i < K_STEPS) {
+      const u32(&k)[4] = f.k[i % (LOOKAHEAD + 1)];
+      mma(s[0], state.q[i], k[0], k[1]);
+      mma(s[1], state.q[i], k[2], k[3]);
+    }
+    if (VALUES && i < V_STEPS) {
+      const u32(&v)[4] = f.v[i % (LOOKAHEAD + 1)];
+      mma(state.o[2 * i], state.weights, v[0], v[1]);
+      mma(state.o[2 * i + 1], state.weights, v[2], v[3]);
+    }
+  }
+}
+
+// Adds the partial scores of the row group's column warps, in pairs, so that all of them get the same sums, bit for bit.
+DEVICE void exchange_scores(float (&s)[2][4], const Warp& w, u32 tile) {
+  const u32 buffer = w.scores + tile % 2 * (WARPS * 2 * SCORE_BYTES);
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+    st_shared_f32x4(buffer + (w.column * 2 + n) * SCORE_BYTES, f32x4{s[n][0], s[n][1], s[n][2], s[n][3]});
+  // Orders this tile's partial scores before the reads of them below, and, as the buffers alternate, the reads of the tile before
+  // before the next tile's writes to the same buffer.
+  named_barrier_sync(1 + w.row_group, COLUMN_WARPS * WARP);
+#pragma unroll
+  for (int distance = 1; distance < COLUMN_WARPS; distance *= 2)
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      f32x4 sum = ld_shared_f32x4(buffer + ((w.column ^ distance) * 2 + n) * SCORE_BYTES);
+#pragma unroll
+      for (int other = 1; other < distance; other++) {
+        const f32x4 x = ld_shared_f32x4(buffer + ((w.column ^ distance ^ other) * 2 + n) * SCORE_BYTES);
+        sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+      }
+      s[n][0] += sum.x, s[n][1] += sum.y, s[n][2] += sum.z, s[n][3] += sum.w;
+    }
+}
+
+struct Block {
+  u32 smem;
+  Warp warp;
+  Source source;
+  int first_row;       // of the row tile, in the request
+  i32 ids[COPY_ROWS];  // page ids of the next tile to copy
+};
+
+// Between the halves of a step: the stage of tile n - 2 takes tile n - 2 + STAGES.
+DEVICE void refill(const VerifyParams& p, Block& b, u32 n) {
+  const u32 tile = n - 2 + STAGES;
+  // Orders every warp's ldmatrix reads of tile n - 2 before the copies that overwrite it.
+  mbarrier_wait(empty_barrier(b.smem, tile), ring_parity(tile) ^ 1);
+  copy_tile(p, b.source, b.smem, tile, b.ids);
+  fetch_ids(b.ids, p, b.source, tile + 1);
+}
+
+template <bool SCORES, bool VALUES>
+DEVICE void step(const VerifyParams& p, Block& b, State& state, u32 n, u32 masked_from) {
+  float s[2][4] = {};
+  Fragments f;
+  const u32 keys = b.warp.keys + stage_offset(n), values = b.warp.values + stage_offset(n - 1);
+  if (SCORES) mbarrier_wait(full_barrier(b.smem, n), ring_parity(n));  // orders the copies of tile n before its ldmatrix
+#pragma unroll
+  for (int i = 0; i < LOOKAHEAD; i++) load_fragments<SCORES, VALUES>(f, keys, values, i);
+  stream<SCORES, VALUES, 0, STREAM / 2>(state, s, f, keys, values);
+  if (SCORES && VALUES) refill(p, b, n);
+  stream<SCORES, VALUES, STREAM / 2, STREAM>(state, s, f, keys, values);
+  if (!SCORES) return;
+  if (VALUES) {
+    warp_sync();                                                                // orders the lanes' reads of tile n - 1 ...
+    if (lane_idx() == 0) mbarrier_arrive(empty_barrier(b.smem, n - 1));  // ... before the refill that waits for this
+  }
+  exchange_scores(s, b.warp, n);
+  soft_cap(p, s);
+  if (n >= masked_from)
+    mask_scores(p, load_request(p, block_idx_z()), s, b.first_row + b.warp.row_group * 16 + lane_idx() / 4,
+                b.source.begin + (int)n * TILE);
+  online_softmax(state.rows, s, exponent_scale(p), state.o, state.weights);
+}
+
+// --- the kernel ----------------------------------------------------------------------------------------------------
+
+// q to registers, the first tiles on their way.
+DEVICE void start(const VerifyParams& p, const Request& r, Block& b, State& state, int num_rows) {
+  i32 ids[STAGES - 1][COPY_ROWS];
+  init_barriers(b.smem);
+  copy_q(p, r, b.smem, b.first_row, num_rows);
+#pragma unroll
+  for (int tile = 0; tile < STAGES - 1; tile++) fetch_ids(ids[tile], p, b.source, tile);
+  collect_columns(p, r, b.smem, b.first_row, min_int(b.first_row + ROWS, num_rows) - 1);
+  cp_async_wait_all();
+  block_sync();  // orders the barriers' initialisation, the mask columns and the copies of q before their uses
+  load_q(state.q, p, b.smem, b.warp);
+  block_sync();  // orders the reads of q before the KV copies that overwrite it
+#pragma unroll
+  for (int tile = 0; tile < STAGES - 1; tile++) copy_tile(p, b.source, b.smem, tile, ids[tile]);
+  fetch_ids(b.ids, p, b.source, STAGES - 1);
+#pragma unroll
+  for (int i = 0; i < O_TILES; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
+  state.rows = {{NEG_INF, NEG_INF}, {0.0f, 0.0f}};
+}
+
+KERNEL(mlaflash_mma_wide, THREADS, 1) {
+  Block b;
+  b.smem = shared_base();
+  b.first_row = block_idx_x() * ROWS;
+  const Request r = load_request(p, block_idx_z());
+  store_padding<THREADS>(p, r);
+  const int num_rows = r.q_len * p.num_heads;
+  if (b.first_row >= num_rows) return;
+  const int rows = min_int(ROWS, num_rows - b.first_row);
+  const TileRange range = split_range(p, r, b.first_row, rows, block_idx_y());
+  if (range.begin >= range.end) return store_empty<THREADS>(p, r, b.first_row, b.first_row + rows);
+  b.warp = locate(b.smem);
+  b.source = make_source(p, r, range);
+
+  State state;
+  start(p, r, b, state, num_rows);
+  const u32 tiles = (range.end - range.begin + TILE - 1) / TILE;
+  const u32 masked_from = max_int(range.common_end - range.begin, 0) / TILE;
+  step<true, false>(p, b, state, 0, masked_from);
+#pragma unroll 1
+  for (u32 n = 1; n < tiles; n++) step<true, true>(p, b, state, n, masked_from);
+  step<false, true>(p, b, state, tiles, masked_from);
+  cp_async_wait_all();  // no copy may land in a block that has ended
+
+  store_results(p, load_request(p, block_idx_z()), b.first_row + b.warp.row_group * 16 + lane_idx() / 4, num_rows,
+                b.warp.column * (DL / COLUMN_WARPS), state.rows, state.o);
+  launch_dependents();
+}

@@ -1,0 +1,241 @@
+"""Compiled kernels on disk, found by a digest of everything that their compiler saw.
+
+Any number of processes may use one folder at once, without a lock: a file appears whole by an
+atomic rename, and each process goes on with the bytes that it has in memory. Beside a payload lies
+a JSON file with its digest; a payload that does not agree with it, in part written or put there by
+something else, is not used.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlaflash.errors import InvalidArgumentError
+from mlaflash.settings import settings
+
+SCHEMA = 1
+_KEY = re.compile(r"[A-Za-z0-9_.-]{1,120}-[0-9a-f]{32}")
+_TEMPORARY = ".mlaflash-"
+
+_log = logging.getLogger("mlaflash")
+_warned: set[Path] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One compiled kernel of a cache.
+
+    Parameters
+    ----------
+    key : str
+        Name of the file without its suffix.
+    path : Path
+        The payload.
+    num_bytes : int
+        Size of the payload.
+    info : mapping of str to Any
+        What was stored about it.
+    """
+
+    key: str
+    path: Path
+    num_bytes: int
+    info: Mapping[str, Any] = field(repr=False)
+
+
+class CubinCache:
+    """A folder of compiled kernels.
+
+    Parameters
+    ----------
+    path : Path
+        The folder, made when something is first stored.
+    suffix : str
+        Ending of the payload files.
+
+    Raises
+    ------
+    InvalidArgumentError
+        `path`, or a folder above it, is a file.
+    """
+
+    def __init__(self, path: Path, *, suffix: str = ".cubin") -> None:
+        for place in (path, *path.parents):
+            if place.is_dir():
+                break
+            if place.exists():
+                raise InvalidArgumentError(
+                    f"the cache folder is {path}, but {place} is a file; a folder is needed. "
+                    "Set MLAFLASH_CACHE_DIR to a folder, or to the empty string for no cache on "
+                    "disk."
+                )
+        self.path = path
+        self.suffix = suffix
+
+    def get(self, key: str) -> tuple[bytes, dict[str, Any]] | None:
+        """Look a payload up.
+
+        Parameters
+        ----------
+        key : str
+            From `make_key`.
+
+        Returns
+        -------
+        tuple of bytes and dict, or None
+            The payload and what was stored about it; None where there is none that is whole.
+        """
+        try:
+            payload = self.payload_path(key).read_bytes()
+        except OSError:
+            return None
+        record = self._record(key)
+        if record is None or record["sha256"] != hashlib.sha256(payload).hexdigest():
+            return None
+        return payload, record["info"]
+
+    def put(self, key: str, payload: bytes, info: Mapping[str, Any]) -> bool:
+        """Store a payload.
+
+        Parameters
+        ----------
+        key : str
+            From `make_key`.
+        payload : bytes
+        info : mapping of str to Any
+            Anything that JSON holds.
+
+        Returns
+        -------
+        bool
+            False where the folder cannot be written, which is warned about once.
+        """
+        record = {
+            "schema": SCHEMA,
+            "key": key,
+            "sha256": hashlib.sha256(payload).hexdigest(),
+            "info": dict(info),
+        }
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # The record goes first: a payload without one would be a miss until somebody stores it
+            # again.
+            self._publish(self._record_path(key), json.dumps(record, indent=1, sort_keys=True).encode())
+            self._publish(self.payload_path(key), payload)
+        except OSError as error:
+            if self.path not in _warned:
+                _warned.add(self.path)
+                _log.warning(
+                    "cannot write to the cache folder %s (%s); compiled kernels last for this "
+                    "process only. Set MLAFLASH_CACHE_DIR to a folder that can be written, or to "
+                    "the empty string for no cache.",
+                    self.path,
+                    error,
+                )
+            return False
+        return True
+
+    def entries(self) -> list[CacheEntry]:
+        """List what is stored, by key; a file without a record is left out."""
+        found = []
+        for path in sorted(self.path.glob(f"*{self.suffix}")):
+            key = path.name.removesuffix(self.suffix)
+            record = self._record(key) if _KEY.fullmatch(key) else None
+            if record is None:
+                continue
+            try:
+                num_bytes = path.stat().st_size
+            except FileNotFoundError:
+                # Another process cleared the cache in between.
+                continue
+            found.append(CacheEntry(key, path, num_bytes, record["info"]))
+        return found
+
+    def clear(self) -> int:
+        """Remove what is stored, also what is torn, and nothing that is not this cache's.
+
+        Returns
+        -------
+        int
+            Payloads removed.
+        """
+        removed = 0
+        for path in sorted(self.path.glob("*")):
+            name = path.name.removesuffix(".json")
+            key = name.removesuffix(self.suffix)
+            is_ours = name.endswith(self.suffix) and _KEY.fullmatch(key) is not None
+            if is_ours or name.startswith(_TEMPORARY):
+                path.unlink(missing_ok=True)
+                removed += path.suffix == self.suffix and is_ours
+        return removed
+
+    def payload_path(self, key: str) -> Path:
+        """Path of a payload, whether or not it is there."""
+        return self.path / f"{key}{self.suffix}"
+
+    def _record_path(self, key: str) -> Path:
+        return self.path / f"{key}{self.suffix}.json"
+
+    def _record(self, key: str) -> dict[str, Any] | None:
+        try:
+            record = json.loads(self._record_path(key).read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("key") != key:
+            return None
+        is_whole = isinstance(record.get("sha256"), str) and isinstance(record.get("info"), dict)
+        return record if is_whole else None
+
+    def _publish(self, path: Path, content: bytes) -> None:
+        temporary = self.path / f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            # Unlike tempfile's, this file gets the permissions that the user's umask gives.
+            with temporary.open("xb") as file:
+                file.write(content)
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def make_key(label: str, parts: Mapping[str, Any]) -> str:
+    """Name a payload after everything that it was made from.
+
+    Parameters
+    ----------
+    label : str
+        Readable start of the name; it identifies nothing.
+    parts : mapping of str to Any
+        All that the payload depends on, as JSON holds it.
+
+    Returns
+    -------
+    str
+    """
+    text = json.dumps({"schema": SCHEMA, **parts}, sort_keys=True)
+    readable = re.sub(r"[^A-Za-z0-9_.-]", "_", label)[:120]
+    return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def open_cache(*, suffix: str = ".cubin") -> CubinCache | None:
+    """Return the cache that the environment asks for; None where it asks for none.
+
+    Parameters
+    ----------
+    suffix : str
+        Ending of the payload files.
+
+    Raises
+    ------
+    InvalidArgumentError
+        The cache folder, or a folder above it, is a file.
+    """
+    path = settings().cache_path
+    return None if path is None else CubinCache(path, suffix=suffix)

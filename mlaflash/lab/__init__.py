@@ -1,0 +1,1 @@
+"""Known problems, their inputs, and the judgement of a result."""
