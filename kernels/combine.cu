@@ -18,7 +18,6 @@ constexpr int COLUMNS = 4 * WARP;  // of one item
 constexpr int ITEMS = WARPS / SPLIT_WARPS;
 constexpr int BATCH = SPLIT_WARPS == 1 ? 4 : 8;  // loads a lane has in flight
 constexpr int MAX_SPLITS = 1024;
-constexpr float NEG_INF = -__builtin_huge_valf();
 static_assert(SPLIT_WARPS == 1 || SPLIT_WARPS == 2 || SPLIT_WARPS == 4, "an item's warps divide the block");
 static_assert(ITEMS * SPLIT_WARPS * COLUMNS == DL, "gridDim.y == SPLIT_WARPS covers a row");
 
@@ -111,7 +110,7 @@ struct Weights {
 // All threads: the weights of the row's splits to shared memory.
 DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem) {
   const u32 weights = smem + Smem::WEIGHTS, maxima = smem + Smem::MAXIMA, sums = smem + Smem::WEIGHT_SUMS;
-  float max = NEG_INF;
+  float max = neg_inf();
   for (int split = thread_idx(); split < p.num_splits; split += THREADS) {
     const float lse = ld_global_cg_f32(p.partial_lse + split * t.rows + t.row);
     st_shared_f32(weights + split * 4, lse);  // read back below by this thread alone
@@ -126,7 +125,7 @@ DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem)
   float sum = 0.f;
   for (int split = thread_idx(); split < p.num_splits; split += THREADS) {
     const float lse = ld_shared_f32(weights + split * 4);
-    const float weight = lse == NEG_INF ? 0.f : ex2(lse - max);
+    const float weight = lse == neg_inf() ? 0.f : ex2(lse - max);
     st_shared_f32(weights + split * 4, weight);
     sum += weight;
   }
@@ -162,7 +161,7 @@ DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, Weights wei
       {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
   if (t.column == 0)
     st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
-                  weights.sum == 0.f ? NEG_INF : (weights.max + lg2(weights.sum)) * LN_2);
+                  weights.sum == 0.f ? neg_inf() : (weights.max + lg2(weights.sum)) * LN_2);
 }
 
 KERNEL(mlaflash_combine, THREADS, 1) {

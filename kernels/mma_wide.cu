@@ -2,7 +2,7 @@
 // one split of its KV, and reads every KV row once for all of them.
 //
 // Grid:   x = ceil(max_q_len * H / (16 * ROW_GROUPS)) row tiles, y = split, z = request. Block: 32 * ROW_GROUPS * COLUMN_WARPS threads.
-// Shared: STAGES * 18,688 + ROW_GROUPS * COLUMN_WARPS * 2,048 + 128 + 16 * STAGES bytes (struct Smem).
+// Shared: STAGES * 18,688 + ROW_GROUPS * COLUMN_WARPS * 2,048 + 136 + 16 * STAGES bytes (struct Smem).
 // Idea:   keys and values are one tile of 16 tokens in a ring that cp.async fills. A warp owns 16 rows x 1 / COLUMN_WARPS of the
 //         576 dims of q (in registers) and as much of the 512 output columns; the column warps of a row group add their partial
 //         scores through shared memory and all compute the same weights, which so never leave registers. The tensor cores get
@@ -28,7 +28,7 @@ constexpr int STREAM = K_STEPS > V_STEPS ? K_STEPS : V_STEPS;
 constexpr int COPY_LANES = 16;                                    // lanes that copy one KV row
 constexpr int COPY_ROWS = TILE / (THREADS / COPY_LANES);          // rows that such a half-warp copies
 constexpr int MASK_WORDS = 32;                                    // of mask columns, so tail_len <= 1,024
-constexpr int NO_ROW = -1;                                        // in place of a page id: fill with zeros
+constexpr int MAX_INT = 0x7fffffff;
 constexpr int SCORE_BYTES = WARP * 16;                            // one 16 x 8 piece of scores of a warp
 
 static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows of a tile");
@@ -42,7 +42,9 @@ struct Smem {
   static constexpr u32 COLUMNS = EXCHANGE + 2 * WARPS * 2 * SCORE_BYTES;     // u32 [MASK_WORDS] mask columns that any row sees
   static constexpr u32 FULL = COLUMNS + MASK_WORDS * 4;                      // mbarrier [STAGES]: a tile has landed
   static constexpr u32 EMPTY = FULL + STAGES * 8;                            // mbarrier [STAGES]: all warps are done with it
-  static constexpr u32 BYTES = EMPTY + STAGES * 8;
+  static constexpr u32 END = EMPTY + STAGES * 8;                             // i32: the block's KV tokens end here
+  static constexpr u32 TAIL_BEGIN = END + 4;                                 // i32: the mask columns begin here
+  static constexpr u32 BYTES = TAIL_BEGIN + 4;
 };
 
 DEVICE u32 stage_offset(u32 tile) { return tile % STAGES * STAGE_BYTES; }
@@ -75,35 +77,41 @@ DEVICE Warp locate(u32 smem) {
 // --- filling the ring ----------------------------------------------------------------------------------------------
 
 struct Source {
-  const u8* ids;        // the request's page ids
-  int begin, end;       // KV tokens of this block
-  int tail_begin;       // tokens from here on are read only where a mask column says so
-  int cached;           // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
-  int new_row;          // NEW_KV: the row of token 0, were it there
+  u32 id_begin;      // first of the request's page ids
+  int first;         // KV token of tile 0
+  u32 masked_from;   // every row sees every token of the tiles before this one
+  int cached;        // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
+  int new_row;       // NEW_KV: the row of token 0, were it there
 };
 
-DEVICE Source make_source(const VerifyParams& p, const Request& r, const TileRange& range) {
+DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles) {
   Source s;
-  s.ids = (const u8*)p.page_ids + r.id_begin * (p.wide_ids ? 8 : 4);
-  s.begin = range.begin;
-  s.end = range.end;
-  s.tail_begin = p.mask_mode == MASK_TREE ? r.kv_len - r.tail_len : range.end;
+  s.id_begin = (u32)r.id_begin;
+  s.first = tiles.begin * TILE;
+  s.masked_from = min_int(max_int(first_masked_tile(p, r, rows) - tiles.begin, 0), tiles.end - tiles.begin);
   s.cached = r.kv_len - r.q_len;
   s.new_row = r.q_begin - s.cached;
   return s;
 }
 
-// Row of a tile that this lane copies a part of.
-DEVICE int copy_row(int i) { return (thread_idx() / COPY_LANES) * COPY_ROWS + i; }
+// The lane's part of a tile: some of the rows, and of each of them every 16th chunk of 16 bytes.
+struct Share {
+  int row, chunk;
+};
+DEVICE Share copy_share() {
+  const int thread = thread_idx_anew();
+  return {thread / COPY_LANES * COPY_ROWS, thread % COPY_LANES * 16};
+}
 
-// A page id is loaded one refill before it is used. The low word of a 64-bit id is enough: pools have fewer than 2^31 pages.
-DEVICE void fetch_ids(i32 (&ids)[COPY_ROWS], const VerifyParams& p, const Source& s, u32 tile) {
+// The ids of the pages of a tile's tokens below `end`, loaded one refill before they are used. The low word of a 64-bit id is
+// enough: pools have fewer than 2^31 pages.
+DEVICE void fetch_ids(i32 (&ids)[COPY_ROWS], const VerifyParams& p, const Source& s, u32 tile, int end) {
+  if (NEW_KV) end = min_int(end, s.cached);
+  const int first = s.first + (int)tile * TILE + copy_share().row;
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
-    const int token = s.begin + (int)tile * TILE + copy_row(i);
-    ids[i] = token < s.end ? 0 : NO_ROW;
-    if (token < (NEW_KV ? min_int(s.cached, s.end) : s.end))
-      ids[i] = (i32)ld_global_u32(s.ids + (u64)page_of(p, token) * (p.wide_ids ? 8 : 4));
+    const int token = first + i;
+    if (token < end) ids[i] = (i32)ld_global_u32((const u8*)p.page_ids + (u64)(s.id_begin + page_of(p, token)) * (p.wide_ids ? 8 : 4));
   }
 }
 
@@ -119,23 +127,24 @@ DEVICE KvRow source_row(const VerifyParams& p, const Source& s, int token, i32 i
 }
 
 // Some row of the row tile sees the token. Others are zeros in the ring: their weight is 0, but 0 times a NaN is not.
-DEVICE bool is_seen(const Source& s, u32 smem, int token) {
-  const int column = token - s.tail_begin;
+DEVICE bool is_seen(u32 smem, int token) {
+  if (token >= (i32)ld_shared_u32(smem + Smem::END)) return false;
+  const int column = token - (i32)ld_shared_u32(smem + Smem::TAIL_BEGIN);
   return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
 }
 
 // The lane's part of copying `tile` to its stage, and its arrival on the full barrier for when that has landed.
 DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 tile, const i32 (&ids)[COPY_ROWS]) {
-  const int chunk = thread_idx() % COPY_LANES * 16;
+  const Share share = copy_share();
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
-    const int token = s.begin + (int)tile * TILE + copy_row(i);
-    const u32 bytes = ids[i] != NO_ROW && is_seen(s, smem, token) ? 16 : 0;
+    const int token = s.first + (int)tile * TILE + share.row + i;
+    const u32 bytes = tile < s.masked_from || is_seen(smem, token) ? 16 : 0;
     const KvRow row = source_row(p, s, token, ids[i]);
-    const u32 dst = smem + Smem::RING + stage_offset(tile) + copy_row(i) * PITCH + chunk;
+    const u32 dst = smem + Smem::RING + stage_offset(tile) + (share.row + i) * PITCH + share.chunk;
 #pragma unroll
-    for (int c = 0; c < LATENT_BYTES; c += COPY_LANES * 16) cp_async_16_zfill(dst + c, row.c + chunk + c, bytes);
-    if (chunk < DR * 2) cp_async_16_zfill(dst + LATENT_BYTES, row.pe + chunk, bytes);
+    for (int c = 0; c < LATENT_BYTES; c += COPY_LANES * 16) cp_async_16_zfill(dst + c, row.c + share.chunk + c, bytes);
+    if (share.chunk < DR * 2) cp_async_16_zfill(dst + LATENT_BYTES, row.pe + share.chunk, bytes);
   }
   cp_async_mbarrier_arrive_noinc(full_barrier(smem, tile));
 }
@@ -151,14 +160,15 @@ DEVICE void init_barriers(u32 smem) {
 }
 
 // Starts the copies of q, 16 rows a stage. Rows past the last one are zeros.
-DEVICE void copy_q(const VerifyParams& p, const Request& r, u32 smem, int first_row, int num_rows) {
+DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   constexpr int ROWS_PER_WARP = ROWS / WARPS;
   const int begin = warp_idx() * ROWS_PER_WARP, chunk = lane_idx() * 16;
-  int token = r.q_begin + (first_row + begin) / p.num_heads, head = (first_row + begin) % p.num_heads;
+  int head = (rows.first + begin) % p.num_heads;
+  int token = rows.q_first + (rows.first % p.num_heads + begin) / p.num_heads;
 #pragma unroll
   for (int i = 0; i < ROWS_PER_WARP; i++) {
     const int row = begin + i;
-    const u32 bytes = first_row + row < num_rows ? 16 : 0;
+    const u32 bytes = rows.first + row < rows.end ? 16 : 0;
     const u32 dst = smem + Smem::RING + row / 16 * STAGE_BYTES + row % 16 * PITCH + chunk;
     const u8* nope = q_nope_row(p, token, head) + chunk;
     cp_async_16_zfill(dst, nope, bytes);
@@ -168,14 +178,17 @@ DEVICE void copy_q(const VerifyParams& p, const Request& r, u32 smem, int first_
   }
 }
 
-// Tree masks: the columns that any row of the row tile sees, for is_seen().
-DEVICE void collect_columns(const VerifyParams& p, const Request& r, u32 smem, int first_row, int last_row) {
+// For is_seen(): where the tokens end, and the mask columns that any row of the row tile sees.
+DEVICE void publish_range(const VerifyParams& p, const Request& r, const RowTile& rows, u32 smem, int end) {
+  const bool is_tree = p.mask_mode == MASK_TREE;
   const int word = thread_idx();
-  if (p.mask_mode != MASK_TREE || word >= MASK_WORDS) return;
+  if (word == 0) {
+    st_shared_u32(smem + Smem::END, end);
+    st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : end);
+  }
+  if (!is_tree || word >= MASK_WORDS) return;
   u32 seen = 0;
-  if (word < p.mask_words_per_row)
-    for (int token = first_row / p.num_heads; token <= last_row / p.num_heads; token++)
-      seen |= ld_global_u32(p.mask_words + (i64)(r.q_begin + token) * p.mask_words_per_row + word);
+  for (int q = rows.q_first; q <= rows.q_last; q++) seen |= tree_word(p, q, word);
   st_shared_u32(smem + Smem::COLUMNS + word * 4, seen);
 }
 
@@ -201,7 +214,7 @@ struct State {
   u32 q[K_STEPS][4];
   float o[O_TILES][4];
   u32 weights[4];  // of tile n - 1, as an A fragment
-  RowState rows;
+  Softmax softmax;
 };
 
 template <bool SCORES, bool VALUES>
@@ -218,13 +231,13 @@ DEVICE void stream(State& state, float (&s)[2][4], Fragments& f, u32 keys, u32 v
     load_fragments<SCORES, VALUES>(f, keys, values, i + LOOKAHEAD);
     if (SCORES && i < K_STEPS) {
       const u32(&k)[4] = f.k[i % (LOOKAHEAD + 1)];
-      mma(s[0], state.q[i], k[0], k[1]);
-      mma(s[1], state.q[i], k[2], k[3]);
+      mma_16x8x16(s[0], state.q[i], k[0], k[1]);
+      mma_16x8x16(s[1], state.q[i], k[2], k[3]);
     }
     if (VALUES && i < V_STEPS) {
       const u32(&v)[4] = f.v[i % (LOOKAHEAD + 1)];
-      mma(state.o[2 * i], state.weights, v[0], v[1]);
-      mma(state.o[2 * i + 1], state.weights, v[2], v[3]);
+      mma_16x8x16(state.o[2 * i], state.weights, v[0], v[1]);
+      mma_16x8x16(state.o[2 * i + 1], state.weights, v[2], v[3]);
     }
   }
 }
@@ -254,23 +267,38 @@ DEVICE void exchange_scores(float (&s)[2][4], const Warp& w, u32 tile) {
 
 struct Block {
   u32 smem;
+  u32 tiles;           // KV tiles of this block
   Warp warp;
   Source source;
-  int first_row;       // of the row tile, in the request
-  i32 ids[COPY_ROWS];  // page ids of the next tile to copy
+  i32 ids[COPY_ROWS] = {};  // pages of the next tile to copy; whatever where no row sees the token
 };
 
-// Between the halves of a step: the stage of tile n - 2 takes tile n - 2 + STAGES.
+// Only tiles at the end of what the rows see come here, so the request is read again instead of kept in registers.
+DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4], u32 n) {
+  const Request r = load_request(p, block_idx_z());
+  const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
+  const int thread = thread_idx_anew();
+  const int row = rows.first + thread / WARP / COLUMN_WARPS * 16 + thread % WARP / 4;
+  u32 bits[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    bits[h] = visible_bits(p, r, min_int(r.q_begin + (row + 8 * h) / p.num_heads, rows.q_last), b.source.first + n * TILE);
+  mask_scores(s, bits);
+}
+
+// Between the halves of a step: the stage of tile n - 2 takes tile n - 2 + STAGES. What is copied is also waited for, by every
+// thread, so no copy is in flight when the block ends.
 DEVICE void refill(const VerifyParams& p, Block& b, u32 n) {
   const u32 tile = n - 2 + STAGES;
+  if (tile >= b.tiles) return;
   // Orders every warp's ldmatrix reads of tile n - 2 before the copies that overwrite it.
   mbarrier_wait(empty_barrier(b.smem, tile), ring_parity(tile) ^ 1);
   copy_tile(p, b.source, b.smem, tile, b.ids);
-  fetch_ids(b.ids, p, b.source, tile + 1);
+  fetch_ids(b.ids, p, b.source, tile + 1, tile + 1 < b.source.masked_from ? MAX_INT : ld_shared_u32(b.smem + Smem::END));
 }
 
 template <bool SCORES, bool VALUES>
-DEVICE void step(const VerifyParams& p, Block& b, State& state, u32 n, u32 masked_from) {
+DEVICE void step(const VerifyParams& p, Block& b, State& state, u32 n) {
   float s[2][4] = {};
   Fragments f;
   const u32 keys = b.warp.keys + stage_offset(n), values = b.warp.values + stage_offset(n - 1);
@@ -287,59 +315,61 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state, u32 n, u32 maske
   }
   exchange_scores(s, b.warp, n);
   soft_cap(p, s);
-  if (n >= masked_from)
-    mask_scores(p, load_request(p, block_idx_z()), s, b.first_row + b.warp.row_group * 16 + lane_idx() / 4,
-                b.source.begin + (int)n * TILE);
-  online_softmax(state.rows, s, exponent_scale(p), state.o, state.weights);
+  if (n >= b.source.masked_from) mask_tile(p, b, s, n);
+  softmax_tile(s, exponent_scale(p), state.softmax, state.o, state.weights);
 }
 
 // --- the kernel ----------------------------------------------------------------------------------------------------
 
 // q to registers, the first tiles on their way.
-DEVICE void start(const VerifyParams& p, const Request& r, Block& b, State& state, int num_rows) {
-  i32 ids[STAGES - 1][COPY_ROWS];
+DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, int end, Block& b, State& state) {
+  i32 ids[STAGES - 1][COPY_ROWS] = {};
   init_barriers(b.smem);
-  copy_q(p, r, b.smem, b.first_row, num_rows);
+  copy_q(p, rows, b.smem);
 #pragma unroll
-  for (int tile = 0; tile < STAGES - 1; tile++) fetch_ids(ids[tile], p, b.source, tile);
-  collect_columns(p, r, b.smem, b.first_row, min_int(b.first_row + ROWS, num_rows) - 1);
+  for (int tile = 0; tile < STAGES - 1; tile++) fetch_ids(ids[tile], p, b.source, tile, end);
+  publish_range(p, r, rows, b.smem, end);
   cp_async_wait_all();
-  block_sync();  // orders the barriers' initialisation, the mask columns and the copies of q before their uses
+  block_sync();  // orders the barriers' initialisation, the published range and the copies of q before their uses
   load_q(state.q, p, b.smem, b.warp);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 #pragma unroll
-  for (int tile = 0; tile < STAGES - 1; tile++) copy_tile(p, b.source, b.smem, tile, ids[tile]);
-  fetch_ids(b.ids, p, b.source, STAGES - 1);
+  for (int tile = 0; tile < STAGES - 1; tile++)
+    if ((u32)tile < b.tiles) copy_tile(p, b.source, b.smem, tile, ids[tile]);
+  fetch_ids(b.ids, p, b.source, STAGES - 1, end);
 #pragma unroll
   for (int i = 0; i < O_TILES; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
-  state.rows = {{NEG_INF, NEG_INF}, {0.0f, 0.0f}};
+  state.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
+}
+
+// Request and place are found again, rather than kept in registers through the loop.
+DEVICE void finish(const VerifyParams& p, const State& state) {
+  const Request r = load_request(p, block_idx_z());
+  const int warp = thread_idx_anew() / WARP;
+  store_results(p, r, block_idx_x() * ROWS + warp / COLUMN_WARPS * 16, r.q_len * p.num_heads,
+                warp % COLUMN_WARPS * (DL / COLUMN_WARPS), state.softmax, state.o);
 }
 
 KERNEL(mlaflash_mma_wide, THREADS, 1) {
-  Block b;
-  b.smem = shared_base();
-  b.first_row = block_idx_x() * ROWS;
   const Request r = load_request(p, block_idx_z());
   store_padding<THREADS>(p, r);
-  const int num_rows = r.q_len * p.num_heads;
-  if (b.first_row >= num_rows) return;
-  const int rows = min_int(ROWS, num_rows - b.first_row);
-  const TileRange range = split_range(p, r, b.first_row, rows, block_idx_y());
-  if (range.begin >= range.end) return store_empty<THREADS>(p, r, b.first_row, b.first_row + rows);
+  const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
+  if (rows.end <= rows.first) return;
+  const TileRange range = split_tiles(p, r, rows, block_idx_y());
+  if (range.begin == range.end) return store_empty<THREADS>(p, r, rows.first, rows.end);
+
+  Block b;
+  b.smem = shared_base();
+  b.tiles = range.end - range.begin;
   b.warp = locate(b.smem);
-  b.source = make_source(p, r, range);
-
+  b.source = make_source(p, r, rows, range);
   State state;
-  start(p, r, b, state, num_rows);
-  const u32 tiles = (range.end - range.begin + TILE - 1) / TILE;
-  const u32 masked_from = max_int(range.common_end - range.begin, 0) / TILE;
-  step<true, false>(p, b, state, 0, masked_from);
+  start(p, r, rows, min_int(range.end * TILE, visible_end(p, r, rows.q_last)), b, state);
+  step<true, false>(p, b, state, 0);
 #pragma unroll 1
-  for (u32 n = 1; n < tiles; n++) step<true, true>(p, b, state, n, masked_from);
-  step<false, true>(p, b, state, tiles, masked_from);
-  cp_async_wait_all();  // no copy may land in a block that has ended
+  for (u32 n = 1; n < b.tiles; n++) step<true, true>(p, b, state, n);
+  step<false, true>(p, b, state, b.tiles);
 
-  store_results(p, load_request(p, block_idx_z()), b.first_row + b.warp.row_group * 16 + lane_idx() / 4, num_rows,
-                b.warp.column * (DL / COLUMN_WARPS), state.rows, state.o);
+  finish(p, state);
   launch_dependents();
 }

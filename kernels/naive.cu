@@ -10,121 +10,146 @@
 constexpr int BLOCK = 256;
 constexpr int NUM_WARPS = BLOCK / WARP;
 constexpr int VEC = vector_width<KV_DTYPE>();
+constexpr int UNIT_BYTES = 16;
 constexpr int UNITS = D / VEC;                                // 128-bit units in a row
 constexpr int UNITS_PER_LANE = (UNITS + WARP - 1) / WARP;     // of the scores pass, one warp a token
 constexpr int COLUMN_THREADS = DL / VEC;                      // of the values pass
 constexpr int TOKEN_GROUPS = BLOCK / COLUMN_THREADS;
+constexpr int BATCH = 4;                                      // KV tokens whose loads are in flight together
 
 struct Smem {
   static constexpr u32 REDUCE = 0;                            // [NUM_WARPS] maxima, [NUM_WARPS] sums
   static constexpr u32 MERGE = 2 * NUM_WARPS * 4;             // [BLOCK][VEC] partial values
   static constexpr u32 BYTES = MERGE + BLOCK * VEC * 4;
 };
-constexpr float NEG_INF = -__builtin_huge_valf();
 
-DEVICE void load_q(float (&q_rmem)[UNITS_PER_LANE][VEC], const VerifyParams& p, int token, int head, int lane) {
+struct Row {
+  const VerifyParams& p;
+  Request r;
+  int token, head;
+  int end;        // KV tokens at or past it are invisible
+  float* scores;  // [end]
+};
+
+// BATCH tokens, STRIDE apart, whose loads are in flight together. A row that may not be read is null.
+template <int STRIDE>
+DEVICE void find_rows(KvRow (&rows)[BATCH], const Row& row, int first) {
 #pragma unroll
-  for (int i = 0; i < UNITS_PER_LANE; i++) {
-    const int unit = lane + i * WARP;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) q_rmem[i][j] = 0.0f;
-    if (unit < UNITS)
-      load_vector<Q_DTYPE>(q_rmem[i], row_unit<Q_DTYPE>(q_nope_row(p, token, head), q_pe_row(p, token, head), unit),
-                           p.vectorized);
+  for (int b = 0; b < BATCH; b++) {
+    const int kv = first + b * STRIDE;
+    rows[b] = {nullptr, nullptr};
+    if (kv < row.end && is_visible(row.p, row.r, row.token, kv)) rows[b] = kv_row(row.p, row.r, kv);
   }
 }
 
-// Pass 1: one warp a KV token; returns the largest score this warp saw.
-DEVICE float write_scores(const VerifyParams& p, const Request& r, int token, int head, float* scores, int end) {
+template <bool ALIGNED>
+DEVICE void load_q(Vector<Q_DTYPE> (&q_rmem)[UNITS_PER_LANE], const Row& row, int lane) {
+  const u8* nope = q_nope_row(row.p, row.token, row.head);
+  const u8* pe = q_pe_row(row.p, row.token, row.head);
+#pragma unroll
+  for (int i = 0; i < UNITS_PER_LANE; i++) {
+    const int unit = lane + i * WARP;
+    q_rmem[i] = unit < UNITS ? load_vector<Q_DTYPE, ALIGNED>(row_unit<Q_DTYPE>(nope, pe, unit)) : zero_vector<Q_DTYPE>();
+  }
+}
+
+// Pass 1: one warp a KV token, BATCH of them at a time; returns the largest score this warp saw.
+template <bool ALIGNED>
+DEVICE float write_scores(const Row& row) {
   const int warp = thread_idx() / WARP, lane = thread_idx() % WARP;
-  float q_rmem[UNITS_PER_LANE][VEC];
-  load_q(q_rmem, p, token, head, lane);
-  float largest = NEG_INF;
-#pragma unroll 2
-  for (int kv = warp; kv < end; kv += NUM_WARPS) {
-    if (!is_visible(p, r, token, kv)) continue;
-    const KvRow row = kv_row(p, r, kv);
-    float dot = 0.0f;
+  Vector<Q_DTYPE> q_rmem[UNITS_PER_LANE];
+  load_q<ALIGNED>(q_rmem, row, lane);
+  float largest = neg_inf();
+  for (int first = warp; first < row.end; first += NUM_WARPS * BATCH) {
+    KvRow rows[BATCH];
+    find_rows<NUM_WARPS>(rows, row, first);
+    float dot[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) dot[b] = 0.0f;
 #pragma unroll
     for (int i = 0; i < UNITS_PER_LANE; i++) {
       const int unit = lane + i * WARP;
-      if (unit >= UNITS) break;
-      float k[VEC];
-      load_vector<KV_DTYPE>(k, row_unit<KV_DTYPE>(row.c, row.pe, unit), p.vectorized);
 #pragma unroll
-      for (int j = 0; j < VEC; j++) dot = fma_f32(q_rmem[i][j], k[j], dot);
+      for (int b = 0; b < BATCH; b++) {
+        Vector<KV_DTYPE> k = zero_vector<KV_DTYPE>();
+        if (unit < UNITS && rows[b].c)
+          k = load_vector<KV_DTYPE, ALIGNED>(row_unit<KV_DTYPE>(rows[b].c, rows[b].pe, unit));
+#pragma unroll
+        for (int j = 0; j < VEC; j++) dot[b] = fma_f32(q_rmem[i].v[j], k.v[j], dot[b]);
+      }
     }
 #pragma unroll
-    for (int mask = WARP / 2; mask > 0; mask /= 2) dot += shfl_xor_f32(dot, mask);
-    const float s = score_log2(p, dot);
-    if (lane == 0) st_global_f32(scores + kv, s);
-    largest = max_f32(largest, s);
+    for (int b = 0; b < BATCH; b++) {
+#pragma unroll
+      for (int mask = WARP / 2; mask > 0; mask /= 2) dot[b] += shfl_xor_f32(dot[b], mask);
+      if (!rows[b].c) continue;
+      const float s = score_log2(row.p, dot[b]);
+      if (lane == 0) st_global_f32(row.scores + first + b * NUM_WARPS, s);
+      largest = max_f32(largest, s);
+    }
   }
   return largest;
 }
 
 // Pass 2: scores become exponentials in place; returns this thread's part of their sum.
-DEVICE float write_weights(const VerifyParams& p, const Request& r, int token, float* scores, int end, float largest) {
+DEVICE float write_weights(const Row& row, float largest) {
   float sum = 0.0f;
-  for (int kv = thread_idx(); kv < end; kv += BLOCK) {
-    if (!is_visible(p, r, token, kv)) continue;
-    const float w = ex2(ld_global_f32(scores + kv) - largest);
-    st_global_f32(scores + kv, w);
+  for (int kv = thread_idx(); kv < row.end; kv += BLOCK) {
+    if (!is_visible(row.p, row.r, row.token, kv)) continue;
+    const float w = ex2(ld_global_f32(row.scores + kv) - largest);
+    st_global_f32(row.scores + kv, w);
     sum += w;
   }
   return sum;
 }
 
 // Pass 3: a thread owns VEC columns of every TOKEN_GROUPS-th token.
-DEVICE void sum_values(float (&acc)[VEC], const VerifyParams& p, const Request& r, int token, const float* scores,
-                       int end) {
+template <bool ALIGNED>
+DEVICE Vector<KV_DTYPE> sum_values(const Row& row) {
   const int unit = thread_idx() % COLUMN_THREADS, group = thread_idx() / COLUMN_THREADS;
+  Vector<KV_DTYPE> acc = zero_vector<KV_DTYPE>();
+  for (int first = group; first < row.end; first += TOKEN_GROUPS * BATCH) {
+    KvRow rows[BATCH];
+    find_rows<TOKEN_GROUPS>(rows, row, first);
 #pragma unroll
-  for (int j = 0; j < VEC; j++) acc[j] = 0.0f;
-#pragma unroll 4
-  for (int kv = group; kv < end; kv += TOKEN_GROUPS) {
-    if (!is_visible(p, r, token, kv)) continue;
-    const KvRow row = kv_row(p, r, kv);
-    float v[VEC];
-    load_vector<KV_DTYPE>(v, row.c + unit * 16, p.vectorized);
-    const float w = ld_global_f32(scores + kv);
+    for (int b = 0; b < BATCH; b++) {
+      if (!rows[b].c) continue;
+      const Vector<KV_DTYPE> v = load_vector<KV_DTYPE, ALIGNED>(rows[b].c + unit * UNIT_BYTES);
+      const float w = ld_global_f32(row.scores + first + b * TOKEN_GROUPS);
 #pragma unroll
-    for (int j = 0; j < VEC; j++) acc[j] = fma_f32(w, v[j], acc[j]);
+      for (int j = 0; j < VEC; j++) acc.v[j] = fma_f32(w, v.v[j], acc.v[j]);
+    }
   }
+  return acc;
 }
 
-DEVICE void store_row(const VerifyParams& p, int token, int head, const float (&acc)[VEC], float inv_sum, u32 smem) {
+DEVICE void store_row(const Row& row, const Vector<KV_DTYPE>& acc, float inv_sum, u32 smem) {
   const u32 merge_smem = smem + Smem::MERGE;
 #pragma unroll
-  for (int j = 0; j < VEC; j++) st_shared_f32(merge_smem + (j * BLOCK + thread_idx()) * 4, acc[j]);
+  for (int j = 0; j < VEC; j++) st_shared_f32(merge_smem + (j * BLOCK + thread_idx()) * 4, acc.v[j]);
   block_sync();  // partial values written above are read below by the threads that own the columns
   for (int column = thread_idx(); column < DL; column += BLOCK) {
     float v = 0.0f;
 #pragma unroll
     for (int group = 0; group < TOKEN_GROUPS; group++)
       v += ld_shared_f32(merge_smem + ((column % VEC) * BLOCK + group * COLUMN_THREADS + column / VEC) * 4);
-    store_element<OUT_DTYPE>(
-        element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + column), v * inv_sum);
+    const i64 index = row.token * row.p.out_stride_t + row.head * row.p.out_stride_h + column;
+    store_element<OUT_DTYPE>(element_ptr<OUT_DTYPE>(row.p.out, index), v * inv_sum);
   }
 }
 
-KERNEL(mlaflash_naive, BLOCK, 1) {
-  const u32 smem = shared_base();
-  const int token = block_idx_x() / p.num_heads, head = block_idx_x() % p.num_heads;
+template <bool ALIGNED>
+DEVICE void attend(const Row& row, u32 smem) {
   const int warp = thread_idx() / WARP, lane = thread_idx() % WARP;
-  const Request r = find_request(p, token);
-  const int end = r.index < 0 ? 0 : visible_end(p, r, token);
-  float* scores = p.scores + ((i64)token * p.num_heads + head) * p.scores_stride;
-
-  const float warp_largest = write_scores(p, r, token, head, scores, end);
+  const float warp_largest = write_scores<ALIGNED>(row);
   if (lane == 0) st_shared_f32(smem + Smem::REDUCE + warp * 4, warp_largest);
   block_sync();  // scores and maxima of every warp are read by every thread below
-  float largest = NEG_INF;
+  float largest = neg_inf();
 #pragma unroll
   for (int w = 0; w < NUM_WARPS; w++) largest = max_f32(largest, ld_shared_f32(smem + Smem::REDUCE + w * 4));
-  const bool empty = largest == NEG_INF;
+  const bool empty = largest == neg_inf();
 
-  float sum = write_weights(p, r, token, scores, end, empty ? 0.0f : largest);
+  float sum = write_weights(row, empty ? 0.0f : largest);
 #pragma unroll
   for (int mask = WARP / 2; mask > 0; mask /= 2) sum += shfl_xor_f32(sum, mask);
   if (lane == 0) st_shared_f32(smem + Smem::REDUCE + (NUM_WARPS + warp) * 4, sum);
@@ -133,10 +158,17 @@ KERNEL(mlaflash_naive, BLOCK, 1) {
 #pragma unroll
   for (int w = 0; w < NUM_WARPS; w++) sum += ld_shared_f32(smem + Smem::REDUCE + (NUM_WARPS + w) * 4);
 
-  float acc[VEC];
-  sum_values(acc, p, r, token, scores, end);
-  store_row(p, token, head, acc, empty ? 0.0f : 1.0f / sum, smem);
+  store_row(row, sum_values<ALIGNED>(row), empty ? 0.0f : 1.0f / sum, smem);
   if (thread_idx() == 0)
-    st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
-                  empty ? NEG_INF : (largest + lg2(sum)) * LN_2);
+    st_global_f32(row.p.lse + row.token * row.p.lse_stride_t + row.head * row.p.lse_stride_h,
+                  empty ? neg_inf() : (largest + lg2(sum)) * LN_2);
+}
+
+KERNEL(mlaflash_naive, BLOCK, 1) {
+  const int token = block_idx_x() / p.num_heads, head = block_idx_x() % p.num_heads;
+  const Request r = find_request(p, token);
+  const int end = r.index < 0 ? 0 : visible_end(p, r, token);
+  const Row row{p, r, token, head, end, p.scores + ((i64)token * p.num_heads + head) * p.scores_stride};
+  if (p.vectorized) attend<true>(row, shared_base());
+  else attend<false>(row, shared_base());
 }

@@ -13,7 +13,6 @@ constexpr int NUM_WARPS = BLOCK / WARP;
 constexpr int VEC = vector_width<KV_DTYPE>();
 constexpr int UNITS = D / VEC;     // 128-bit global units in a row
 constexpr int QUADS = D / 4;       // groups of four float32 in a row in shared memory
-constexpr float NEG_INF = -__builtin_huge_valf();
 
 CONSTANT int min_int(int a, int b) { return a < b ? a : b; }
 CONSTANT int max_int(int a, int b) { return a > b ? a : b; }
@@ -26,13 +25,13 @@ constexpr int HEADS = min_int(8, HT);
 constexpr int TOKENS = TK >= 32 ? 2 : 1;
 constexpr int SCORE_SETS = (HT / HEADS) * (TK / (TOKEN_LANES * TOKENS));  // warp-sized pieces of the HT x TK scores
 constexpr int DIM_SLICES = max_int(1, NUM_WARPS / SCORE_SETS);             // idle warps take a slice of the dims
-// Values: a thread owns COLUMNS columns of every TOKEN_GROUPS-th token of the tile.
-constexpr int COLUMNS = HT <= 16 ? 4 : 2;
-constexpr int COLUMN_THREADS = DL / COLUMNS;
-constexpr int TOKEN_GROUPS = BLOCK / COLUMN_THREADS;
+// Values: a thread owns two neighbouring columns of all heads.
+constexpr int COLUMNS = DL / BLOCK;
+static_assert(COLUMNS == 2, "values are loaded in pairs");
+constexpr int MIN_BLOCKS = HT <= 8 ? 2 : 1;  // two blocks hide each other's loads where 128 registers are enough
 
 struct Smem {
-  static constexpr u32 Q = 0;                                       // float32 [HT][576]; at the end: sums of token group 1
+  static constexpr u32 Q = 0;                                       // float32 [HT][576]
   static constexpr u32 KV = Q + HT * D * 4;                         // float32 [TK][576]
   static constexpr u32 PARTIAL = KV + TK * D * 4;                   // float32 [DIM_SLICES][HT][TK] parts of q.k
   static constexpr u32 WEIGHT = PARTIAL + DIM_SLICES * HT * TK * 4; // float32 [TK][HT]
@@ -55,52 +54,61 @@ DEVICE Split split_range(const VerifyParams& p, int end) {
   return {begin_token, min_int(begin_token + per_split * TK, end)};
 }
 
-DEVICE void store_unit(u32 row_smem, int unit, const float (&v)[VEC]) {
+DEVICE void store_unit(u32 row_smem, int unit, const Vector<KV_DTYPE>& x) {
 #pragma unroll
   for (int j = 0; j < VEC; j += 4)
-    st_shared_f32x4(row_smem + (unit * VEC + j) * 4, f32x4{v[j], v[j + 1], v[j + 2], v[j + 3]});
-}
-
-DEVICE void zero_unit(float (&v)[VEC]) {
-#pragma unroll
-  for (int j = 0; j < VEC; j++) v[j] = 0.0f;
+    st_shared_f32x4(row_smem + (unit * VEC + j) * 4, f32x4{x.v[j], x.v[j + 1], x.v[j + 2], x.v[j + 3]});
 }
 
 // Heads past the last one are zero rows: they cost time in the last head tile, and nothing else.
+template <bool ALIGNED>
 DEVICE void load_q(const VerifyParams& p, int token, int head_begin, u32 smem) {
   for (int i = thread_idx(); i < HT * UNITS; i += BLOCK) {
     const int h = i / UNITS, unit = i % UNITS, head = head_begin + h;
-    float v[VEC];
-    zero_unit(v);
+    Vector<Q_DTYPE> x = zero_vector<Q_DTYPE>();
     if (head < p.num_heads)
-      load_vector<Q_DTYPE>(v, row_unit<Q_DTYPE>(q_nope_row(p, token, head), q_pe_row(p, token, head), unit),
-                           p.vectorized);
-    store_unit(smem + Smem::Q + h * D * 4, unit, v);
+      x = load_vector<Q_DTYPE, ALIGNED>(row_unit<Q_DTYPE>(q_nope_row(p, token, head), q_pe_row(p, token, head), unit));
+    store_unit(smem + Smem::Q + h * D * 4, unit, x);
   }
 }
 
-DEVICE void find_rows(const VerifyParams& p, const Request& r, int token, int kv_begin, int kv_end, u32 smem) {
-  const int t = thread_idx();
-  if (t >= TK) return;
-  const int kv = kv_begin + t;
-  KvRow row{nullptr, nullptr};
-  if (kv < kv_end && is_visible(p, r, token, kv)) row = kv_row(p, r, kv);
-  const u64 c = (u64)row.c, pe = (u64)row.pe;
-  st_shared_u32x4(smem + Smem::ROWS + t * 16, u32x4{(u32)c, (u32)(c >> 32), (u32)pe, (u32)(pe >> 32)});
+// Thread t < TK finds row t of the tile that begins at `kv_begin`.
+DEVICE KvRow find_row(const VerifyParams& p, const Request& r, int token, int kv_begin, int kv_end) {
+  const int kv = kv_begin + thread_idx();
+  if (thread_idx() >= TK || kv >= kv_end || !is_visible(p, r, token, kv)) return {nullptr, nullptr};
+  return kv_row(p, r, kv);
 }
 
-// An invisible row is zeros: its weight is 0, and 0 times whatever lies in the cache may be NaN.
-DEVICE void load_tile(const VerifyParams& p, u32 smem) {
-#pragma unroll 4
-  for (int i = thread_idx(); i < TK * UNITS; i += BLOCK) {
-    const int t = i / UNITS, unit = i % UNITS;
-    const u32x4 row = ld_shared_u32x4(smem + Smem::ROWS + t * 16);
-    const u8* c = (const u8*)(row.x | (u64)row.y << 32);
-    const u8* pe = (const u8*)(row.z | (u64)row.w << 32);
-    float v[VEC];
-    zero_unit(v);
-    if (c) load_vector<KV_DTYPE>(v, row_unit<KV_DTYPE>(c, pe, unit), p.vectorized);
-    store_unit(smem + Smem::KV + t * D * 4, unit, v);
+DEVICE void store_row_address(const KvRow& row, u32 smem) {
+  if (thread_idx() >= TK) return;
+  const u64 c = (u64)row.c, pe = (u64)row.pe;
+  st_shared_u32x4(smem + Smem::ROWS + thread_idx() * 16, u32x4{(u32)c, (u32)(c >> 32), (u32)pe, (u32)(pe >> 32)});
+}
+
+// An invisible row is zeros: its weight is 0, and 0 times whatever lies in the cache may be NaN. A batch of loads is in
+// flight before the first of them is stored.
+template <bool ALIGNED>
+DEVICE void load_tile(u32 smem) {
+  constexpr int LOADS = (TK * UNITS + BLOCK - 1) / BLOCK;  // of a thread
+  constexpr int BATCH = min_int(LOADS, ALIGNED ? (VEC == 4 ? 6 : 4) : 1);  // more spill at HT = 8
+#pragma unroll 1
+  for (int first = 0; first < LOADS; first += BATCH) {
+    Vector<KV_DTYPE> x[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      const int i = (first + b) * BLOCK + thread_idx();
+      x[b] = zero_vector<KV_DTYPE>();
+      if (i >= TK * UNITS) continue;
+      const u32x4 row = ld_shared_u32x4(smem + Smem::ROWS + i / UNITS * 16);
+      const u8* c = (const u8*)(row.x | (u64)row.y << 32);
+      const u8* pe = (const u8*)(row.z | (u64)row.w << 32);
+      if (c) x[b] = load_vector<KV_DTYPE, ALIGNED>(row_unit<KV_DTYPE>(c, pe, i % UNITS));
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      const int i = (first + b) * BLOCK + thread_idx();
+      if (i < TK * UNITS) store_unit(smem + Smem::KV + i / UNITS * D * 4, i % UNITS, x[b]);
+    }
   }
 }
 
@@ -175,7 +183,7 @@ DEVICE void tile_softmax(const VerifyParams& p, u32 smem) {
 #pragma unroll
     for (int i = 0; i < TOKENS_PER_LANE; i++) {
       const int t = lane + i * WARP;
-      s[i] = NEG_INF;
+      s[i] = neg_inf();
       if (t < TK && (ld_shared_u32(smem + Smem::ROWS + t * 16) | ld_shared_u32(smem + Smem::ROWS + t * 16 + 4))) {
         float dot = 0.0f;
 #pragma unroll
@@ -187,7 +195,7 @@ DEVICE void tile_softmax(const VerifyParams& p, u32 smem) {
     }
 #pragma unroll
     for (int mask = WARP / 2; mask > 0; mask /= 2) maximum = max_f32(maximum, shfl_xor_f32(maximum, mask));
-    const float base = maximum == NEG_INF ? 0.0f : maximum;  // nothing visible yet: every weight is 2^-inf = 0
+    const float base = maximum == neg_inf() ? 0.0f : maximum;  // nothing visible yet: every weight is 2^-inf = 0
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < TOKENS_PER_LANE; i++) {
@@ -221,18 +229,8 @@ DEVICE void load_heads(float (&v)[HT], u32 addr) {
   }
 }
 
-DEVICE void load_columns(float (&v)[COLUMNS], u32 addr) {
-  if constexpr (COLUMNS == 4) {
-    const f32x4 x = ld_shared_f32x4(addr);
-    v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
-  } else {
-    const f32x2 x = ld_shared_f32x2(addr);
-    v[0] = x.x, v[1] = x.y;
-  }
-}
-
 DEVICE void tile_values(float (&acc)[HT][COLUMNS], u32 smem) {
-  const int column = thread_idx() % COLUMN_THREADS * COLUMNS, group = thread_idx() / COLUMN_THREADS;
+  const int column = thread_idx() * COLUMNS;
   {
     float alpha[HT];
     load_heads(alpha, smem + Smem::ALPHA);
@@ -242,36 +240,20 @@ DEVICE void tile_values(float (&acc)[HT][COLUMNS], u32 smem) {
       for (int j = 0; j < COLUMNS; j++) acc[h][j] *= alpha[h];
   }
 #pragma unroll 2
-  for (int t = group; t < TK; t += TOKEN_GROUPS) {
-    float v[COLUMNS], weight[HT];
-    load_columns(v, smem + Smem::KV + (t * D + column) * 4);
+  for (int t = 0; t < TK; t++) {
+    float weight[HT];
+    const f32x2 v = ld_shared_f32x2(smem + Smem::KV + (t * D + column) * 4);
     load_heads(weight, smem + Smem::WEIGHT + t * HT * 4);
 #pragma unroll
-    for (int h = 0; h < HT; h++)
-#pragma unroll
-      for (int j = 0; j < COLUMNS; j++) acc[h][j] = fma_f32(weight[h], v[j], acc[h][j]);
+    for (int h = 0; h < HT; h++) {
+      acc[h][0] = fma_f32(weight[h], v.x, acc[h][0]);
+      acc[h][1] = fma_f32(weight[h], v.y, acc[h][1]);
+    }
   }
 }
 
-// Token group 1 hands its sums to group 0, which then holds the whole tile's.
-DEVICE void merge_groups(float (&acc)[HT][COLUMNS], u32 smem) {
-  if constexpr (TOKEN_GROUPS == 1) return;
-  const int column = thread_idx() % COLUMN_THREADS * COLUMNS, group = thread_idx() / COLUMN_THREADS;
-  if (group == 1)
-#pragma unroll
-    for (int h = 0; h < HT; h++)
-#pragma unroll
-      for (int j = 0; j < COLUMNS; j++) st_shared_f32(smem + Smem::Q + (h * DL + column + j) * 4, acc[h][j]);
-  block_sync();  // sums of group 1 are written before group 0 reads them
-  if (group == 0)
-#pragma unroll
-    for (int h = 0; h < HT; h++)
-#pragma unroll
-      for (int j = 0; j < COLUMNS; j++) acc[h][j] += ld_shared_f32(smem + Smem::Q + (h * DL + column + j) * 4);
-}
-
 DEVICE void store_heads(const VerifyParams& p, int token, int head_begin, const float (&acc)[HT][COLUMNS], u32 smem) {
-  const int column = thread_idx() % COLUMN_THREADS * COLUMNS;
+  const int column = thread_idx() * COLUMNS;
   const i64 num_rows = (i64)p.num_tokens * p.num_heads;
 #pragma unroll
   for (int h = 0; h < HT; h++) {
@@ -279,9 +261,9 @@ DEVICE void store_heads(const VerifyParams& p, int token, int head_begin, const 
     if (head >= p.num_heads) break;
     const float maximum = ld_shared_f32(smem + Smem::MAXIMUM + h * 4);
     const float sum = ld_shared_f32(smem + Smem::SUM + h * 4);
-    const bool empty = maximum == NEG_INF;
+    const bool empty = maximum == neg_inf();
     const float inv_sum = empty ? 0.0f : 1.0f / sum;
-    const float lse = empty ? NEG_INF : maximum + lg2(sum);
+    const float lse = empty ? neg_inf() : maximum + lg2(sum);
     if (p.num_splits == 1) {
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++)
@@ -300,16 +282,34 @@ DEVICE void store_heads(const VerifyParams& p, int token, int head_begin, const 
   }
 }
 
-KERNEL(mlaflash_tile, BLOCK, 1) {
+template <bool ALIGNED>
+DEVICE void attend(float (&acc)[HT][COLUMNS], const VerifyParams& p, const Request& r, int token, int head_begin,
+                   Split split, u32 smem) {
+  load_q<ALIGNED>(p, token, head_begin, smem);
+  KvRow row = find_row(p, r, token, split.begin, split.end);
+  for (int kv = split.begin; kv < split.end; kv += TK) {
+    store_row_address(row, smem);
+    block_sync();  // row addresses are written before the loads read them; the last tile's values are read before it goes
+    load_tile<ALIGNED>(smem);
+    row = find_row(p, r, token, kv + TK, split.end);  // its loads end under the arithmetic of this tile
+    block_sync();  // q (first time), and the tile, are written before the scores read them
+    tile_scores(smem);
+    block_sync();  // all slices of the scores are written before the softmax sums them
+    tile_softmax(p, smem);
+    block_sync();  // weights and alpha are written before the values read them, row addresses read before they are replaced
+    tile_values(acc, smem);
+  }
+}
+
+KERNEL(mlaflash_tile, BLOCK, MIN_BLOCKS) {
   const u32 smem = shared_base();
   const int head_tiles = (p.num_heads + HT - 1) / HT;
   const int token = block_idx_x() / head_tiles, head_begin = block_idx_x() % head_tiles * HT;
   const Request r = find_request(p, token);
   const Split split = split_range(p, r.index < 0 ? 0 : visible_end(p, r, token));
 
-  load_q(p, token, head_begin, smem);
   for (int h = thread_idx(); h < HT; h += BLOCK) {
-    st_shared_f32(smem + Smem::MAXIMUM + h * 4, NEG_INF);
+    st_shared_f32(smem + Smem::MAXIMUM + h * 4, neg_inf());
     st_shared_f32(smem + Smem::SUM + h * 4, 0.0f);
   }
   float acc[HT][COLUMNS];
@@ -318,18 +318,8 @@ KERNEL(mlaflash_tile, BLOCK, 1) {
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) acc[h][j] = 0.0f;
 
-  for (int kv = split.begin; kv < split.end; kv += TK) {
-    find_rows(p, r, token, kv, split.end, smem);
-    block_sync();  // row addresses are written before the loads read them; the last tile's values are read before it is overwritten
-    load_tile(p, smem);
-    block_sync();  // q (first time), and the tile, are written before the scores read them
-    tile_scores(smem);
-    block_sync();  // all slices of the scores are written before the softmax sums them
-    tile_softmax(p, smem);
-    block_sync();  // weights and alpha are written before the values read them
-    tile_values(acc, smem);
-  }
-  block_sync();  // q was read by every warp's scores before its memory takes sums; MAXIMUM and SUM are written before they are read
-  merge_groups(acc, smem);
-  if (thread_idx() < COLUMN_THREADS) store_heads(p, token, head_begin, acc, smem);
+  if (p.vectorized) attend<true>(acc, p, r, token, head_begin, split, smem);
+  else attend<false>(acc, p, r, token, head_begin, split, smem);
+  block_sync();  // MAXIMUM and SUM, of the initialisation where the split is empty, are written before they are read
+  store_heads(p, token, head_begin, acc, smem);
 }

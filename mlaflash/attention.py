@@ -61,7 +61,7 @@ def mla_verify(
         that see nothing are empty.
     kv_indptr : array, shape (B + 1,), int32 or int64, optional
         Where the pages of each request begin and end in `kv_indices`.
-    kv_indices : array, `kv_indptr`'s dtype, optional
+    kv_indices : array, int32 or int64, optional
         Page ids; slot ids at page size 1.
     block_table : array, shape (B, max_pages), int32 or int64, optional
         Page ids as a table, in place of the two above. With neither, page b is request b.
@@ -156,6 +156,8 @@ def mla_verify(
         views = output_views(cupy_view, problem, out, lse)
         if not problem.is_empty:
             workspaces = {w.name: cupy.empty(w.shape, w.dtype) for w in schedule.workspaces}
+            if problem.is_dense:
+                workspaces["page_ids"] = cupy.arange(problem.batch, dtype="int32")
             pointers = {name: array.data.ptr for name, array in workspaces.items()}
             launch(problem, schedule, device, views, pointers, stream)
     return out, lse

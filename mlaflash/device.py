@@ -15,7 +15,7 @@ from mlaflash.errors import (
     NoDeviceError,
     UnsupportedError,
 )
-from mlaflash.settings import settings
+from mlaflash.settings import arch_override
 
 # Names of cudaDeviceAttr, which CuPy takes by number.
 _MULTIPROCESSOR_COUNT = 16
@@ -87,7 +87,7 @@ class Device:
             run.
         """
         ordinal = current_ordinal() if index is None else index
-        return _probe(ordinal, settings().arch)
+        return _probe(ordinal, arch_override())
 
     @classmethod
     def for_arch(cls, arch: str) -> "Device":
@@ -159,6 +159,22 @@ def device_count() -> int:
         return 0
 
 
+def driver_version() -> str | None:
+    """Newest CUDA that the driver supports, such as ``"13.0"``; None without a driver.
+
+    Raises
+    ------
+    MissingDependencyError
+        CuPy is not installed.
+    """
+    runtime = _runtime()
+    try:
+        version = int(runtime.driverGetVersion())
+    except runtime.CUDARuntimeError:
+        return None
+    return f"{version // 1000}.{version % 1000 // 10}" if version else None
+
+
 def current_ordinal() -> int:
     """CUDA's number of CuPy's current device.
 
@@ -222,8 +238,7 @@ def parse_arch(arch: str) -> tuple[tuple[int, int], str]:
     match = _ARCH.fullmatch(arch)
     if match is None:
         raise InvalidArgumentError(
-            f"arch is {arch!r}; allowed is a CUDA architecture such as sm_90, sm_90a or sm_120. "
-            "Name one of them."
+            f"arch is {arch!r}; allowed is a CUDA architecture such as sm_90, sm_90a or sm_120. Name one of them."
         )
     capability = int(match[1]), int(match[2])
     if capability < _LEAST_CAPABILITY:
@@ -329,11 +344,8 @@ def check_runs_on(arch: str, compute_capability: tuple[int, int]) -> None:
     """
     (major, minor), suffix = parse_arch(arch)
     own_major, own_minor = compute_capability
-    if suffix == "a":
-        runs = (major, minor) == (own_major, own_minor)
-    else:
-        runs = major == own_major and minor <= own_minor
-    if not runs:
+    newest_minor, oldest_minor = minor if suffix == "a" else own_minor, minor
+    if major != own_major or not oldest_minor <= own_minor <= newest_minor:
         raise UnsupportedError(
             f"arch is {arch!r} and the device has compute capability {own_major}.{own_minor}, "
             f"which cannot run it; allowed is sm_{own_major}{own_minor}. Unset MLAFLASH_ARCH, or "
@@ -404,6 +416,5 @@ def _runtime() -> Any:
 def _no_device(reason: str, ordinal: int | None = None) -> NoDeviceError:
     which = "no GPU" if ordinal is None else f"no GPU number {ordinal}"
     return NoDeviceError(
-        f"CUDA finds {which} ({reason}). Check the driver with nvidia-smi, or use "
-        "mlaflash.emulator, which needs none."
+        f"CUDA finds {which} ({reason}). Check the driver with nvidia-smi, or use mlaflash.emulator, which needs none."
     )

@@ -38,9 +38,7 @@ class TileError(UnsupportedError, ValueError):
         Shared memory that one block may have, where that is the reason.
     """
 
-    def __init__(
-        self, message: str, *, shared_bytes: int | None = None, shared_limit: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, shared_bytes: int | None = None, shared_limit: int | None = None) -> None:
         super().__init__(message)
         self.shared_bytes = shared_bytes
         self.shared_limit = shared_limit

@@ -52,8 +52,7 @@ class TreeMask:
         shape, dtype = getattr(self.words, "shape", None), getattr(self.words, "dtype", None)
         if shape is None or dtype is None or _module(self.words) not in ("numpy", "cupy"):
             raise ShapeError(
-                f"words is {type(self.words).__name__}; it must be a NumPy or a CuPy array: convert"
-                " it first."
+                f"words is {type(self.words).__name__}; it must be a NumPy or a CuPy array: convert it first."
             )
         if len(shape) != 2 or shape[1] != words_per_row(self.max_q):
             raise ShapeError(
@@ -64,8 +63,7 @@ class TreeMask:
             raise ShapeError(f"words is {dtype}; it must be uint32: view int32 words as uint32.")
         if not self.words.flags.c_contiguous:
             raise ShapeError(
-                f"words has strides {self.words.strides}; it must be C-contiguous: copy it with"
-                " ascontiguousarray."
+                f"words has strides {self.words.strides}; it must be C-contiguous: copy it with ascontiguousarray."
             )
 
     @property
@@ -186,10 +184,7 @@ class TreeMask:
         """
         bounds = _bounds(qo_indptr, self.num_tokens, self.max_q)
         rows = self.bits()
-        return [
-            rows[bounds[b] : bounds[b + 1], : bounds[b + 1] - bounds[b]]
-            for b in range(len(bounds) - 1)
-        ]
+        return [rows[bounds[b] : bounds[b + 1], : bounds[b + 1] - bounds[b]] for b in range(len(bounds) - 1)]
 
     def to_parents(self, qo_indptr: Any = None, *, forest: bool = False) -> npt.NDArray[np.int32]:
         """Recover each token's parent, the inverse of `from_parents`.
@@ -267,8 +262,7 @@ def _pack(matrix: Bools, num_words: int) -> npt.NDArray[np.uint32]:
 def _square_bools(matrix: npt.NDArray[Any], b: int) -> Bools:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise ShapeError(
-            f"dense[{b}] has shape {matrix.shape}; it must be square: one row and one column a"
-            " draft token."
+            f"dense[{b}] has shape {matrix.shape}; it must be square: one row and one column a draft token."
         )
     if matrix.dtype == np.bool_:
         return matrix
@@ -278,8 +272,7 @@ def _square_bools(matrix: npt.NDArray[Any], b: int) -> Bools:
     if wrong.size:
         i, j = wrong[0].tolist()
         raise InvalidArgumentError(
-            f"dense[{b}][{i}, {j}] is {matrix[i, j]}; it must be 0 or 1: compare an additive mask"
-            " with 0 first."
+            f"dense[{b}][{i}, {j}] is {matrix[i, j]}; it must be 0 or 1: compare an additive mask with 0 first."
         )
     return matrix.astype(np.bool_)
 
@@ -316,8 +309,7 @@ def _bounds(qo_indptr: Any, num_tokens: int, max_q: int) -> list[int]:
     if qo_indptr is None:
         if num_tokens % max_q if max_q else num_tokens:
             raise InvalidArgumentError(
-                f"{num_tokens} rows are no multiple of max_q {max_q}; pass qo_indptr to say where"
-                " requests begin."
+                f"{num_tokens} rows are no multiple of max_q {max_q}; pass qo_indptr to say where requests begin."
             )
         return list(range(0, num_tokens + 1, max_q)) if max_q else [0]
     bounds = _integers("qo_indptr", qo_indptr)
@@ -326,8 +318,7 @@ def _bounds(qo_indptr: Any, num_tokens: int, max_q: int) -> list[int]:
     lens = np.diff(bounds)
     if bounds[0] != 0 or bounds[-1] != num_tokens or (lens < 0).any() or (lens > max_q).any():
         raise InvalidArgumentError(
-            f"qo_indptr is {bounds.tolist()}; it must rise from 0 to {num_tokens} by at most"
-            f" {max_q} a request."
+            f"qo_indptr is {bounds.tolist()}; it must rise from 0 to {num_tokens} by at most {max_q} a request."
         )
     return [int(bound) for bound in bounds]
 

@@ -42,20 +42,17 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
     modules = {name: type(array).__module__.partition(".")[0] for name, array in arrays.items()}
     if len(set(modules.values())) > 1 or modules["out_a"] not in ("numpy", "cupy"):
         raise ShapeError(
-            f"the four arrays come from {modules}; all must be NumPy arrays or all CuPy arrays:"
-            " convert them first."
+            f"the four arrays come from {modules}; all must be NumPy arrays or all CuPy arrays: convert them first."
         )
     if out_a.ndim < 2 or out_a.shape != out_b.shape:
         raise ShapeError(
-            f"out_a has shape {out_a.shape} and out_b {out_b.shape}; both must have the same shape"
-            " (..., H, 512)."
+            f"out_a has shape {out_a.shape} and out_b {out_b.shape}; both must have the same shape (..., H, 512)."
         )
     for name in ("lse_a", "lse_b"):
         lse = arrays[name]
         if lse.shape != out_a.shape[:-1]:
             raise ShapeError(
-                f"{name} has shape {lse.shape} and out_a {out_a.shape}; it must be out_a's without"
-                " the last axis."
+                f"{name} has shape {lse.shape} and out_a {out_a.shape}; it must be out_a's without the last axis."
             )
         if lse.dtype.name not in _LSE_DTYPES:
             raise ShapeError(

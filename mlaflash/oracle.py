@@ -129,21 +129,17 @@ def mla_verify(
     for name, bound, actual in (("max_q_len", max_q_len, q_lens), ("max_kv_len", max_kv_len, lens)):
         if bound is not None and actual.size and actual.max() > bound:
             raise InvalidArgumentError(
-                f"{name} is {bound} and a request has {actual.max()}; it must be an upper bound:"
-                " raise it."
+                f"{name} is {bound} and a request has {actual.max()}; it must be an upper bound: raise it."
             )
     tails = _check_mask(mask, tail_lens, q_lens, num_tokens=len(queries))
     new_parts = None if new_kv is None else _parts("new_kv", new_kv)
     if new_parts is not None and new_parts[0].shape[:-1] != (len(queries),):
         raise ShapeError(
-            f"new_kv has {new_parts[0].shape[:-1]} rows; it must have one for each of the"
-            f" {len(queries)} rows of q."
+            f"new_kv has {new_parts[0].shape[:-1]} rows; it must have one for each of the {len(queries)} rows of q."
         )
     cached_lens = lens if new_parts is None else np.maximum(lens - q_lens, 0)
-    cache = _Cache.open(
-        kv_cache, page_size, dense=block_table is None and kv_indices is None, batch=batch
-    )
     tables = _page_tables(kv_indptr, kv_indices, block_table, batch)
+    cache = _Cache.open(kv_cache, page_size, dense=block_table is None and kv_indices is None, batch=batch)
 
     result = np.zeros((*queries.shape[:-1], DL))
     logs = np.full(queries.shape[:-1], -np.inf)
@@ -153,9 +149,7 @@ def mla_verify(
         if new_parts is not None:
             # Where q_len > kv_len the first of the new tokens do not exist.
             first = rows.stop - int(lens[b] - cached_lens[b])
-            tokens = np.concatenate(
-                [tokens, _join([part[first : rows.stop] for part in new_parts])]
-            )
+            tokens = np.concatenate([tokens, _join([part[first : rows.stop] for part in new_parts])])
         visible = _visible(mask, rows, int(lens[b]), int(tails[b]))
         result[rows], logs[rows] = _attend(queries[rows], tokens, visible, sm_scale, logit_cap)
     return (
@@ -164,9 +158,7 @@ def mla_verify(
     )
 
 
-def _attend(
-    q: Floats, tokens: Floats, visible: Bools, sm_scale: float, logit_cap: float
-) -> tuple[Floats, Floats]:
+def _attend(q: Floats, tokens: Floats, visible: Bools, sm_scale: float, logit_cap: float) -> tuple[Floats, Floats]:
     """Attend `q` (q_len, H, 576) to `tokens` (kv_len, 576) where `visible` says so."""
     out = np.zeros((*q.shape[:-1], DL))
     lse = np.full(q.shape[:-1], -np.inf)
@@ -189,9 +181,7 @@ def _attend(
             maximum = scores.max(axis=-1, keepdims=True)
             weights = np.exp(scores - maximum)
             total = weights.sum(axis=-1, keepdims=True)
-            weighted = (
-                weights[:, : len(common)] @ common[:, :DL] + weights[:, len(common) :] @ own[:, :DL]
-            )
+            weighted = weights[:, : len(common)] @ common[:, :DL] + weights[:, len(common) :] @ own[:, :DL]
             out[i] = weighted / total
             lse[i] = (maximum + np.log(total))[:, 0]
     return out, lse
@@ -223,22 +213,18 @@ class _Cache:
         stored, held = parts[0].shape[:2]
         if page_size is None:
             page_size = stored if dense and batch == 1 and held == 1 else held
-        if isinstance(page_size, bool) or not isinstance(page_size, (int, np.integer)):
+        elif isinstance(page_size, bool) or not isinstance(page_size, (int, np.integer)) or page_size < 1:
+            raise InvalidArgumentError(f"page_size is {page_size!r}; it must be a positive integer.")
+        if held not in (1, page_size):
             raise InvalidArgumentError(
-                f"page_size is {page_size!r}; it must be a positive integer."
-            )
-        if held not in (1, page_size) or (page_size < 1 and stored):
-            raise InvalidArgumentError(
-                f"page_size is {page_size} and the pages of kv_cache hold {held} tokens; leave"
-                " page_size out."
+                f"page_size is {page_size} and the pages of kv_cache hold {held} tokens; leave page_size out."
             )
         if page_size and stored * held % page_size:
             raise ShapeError(
-                f"kv_cache has {stored * held} slots, no multiple of page_size {page_size}: it must"
-                " hold whole pages."
+                f"kv_cache has {stored * held} slots, no multiple of page_size {page_size}: it must hold whole pages."
             )
         cache = cls(parts, int(page_size))
-        if dense and batch and cache.num_pages != batch:
+        if dense and cache.num_pages < batch:
             raise InvalidArgumentError(
                 f"kv_cache has {cache.num_pages} pages and there are {batch} requests; without"
                 " kv_indices or block_table page b is request b: pass one of them."
@@ -248,17 +234,19 @@ class _Cache:
     @property
     def num_pages(self) -> int:
         stored, held = self.parts[0].shape[:2]
-        return stored * held // self.page_size if self.page_size else 0
+        return stored * held // self.page_size if self.page_size else stored or 1
 
     def read(self, table: Int64s, num_tokens: int, b: int) -> Floats:
         """Return the first `num_tokens` rows of the request whose page ids are `table`."""
-        needed = -(-num_tokens // self.page_size) if num_tokens else 0
-        if needed > table.size:
+        if num_tokens > table.size * self.page_size:
             raise InvalidArgumentError(
                 f"kv_lens: request {b} reads {num_tokens} tokens from the cache and its"
                 f" {table.size} pages of {self.page_size} hold {table.size * self.page_size}; list"
                 " more pages, or lower kv_lens."
             )
+        if not num_tokens:
+            return np.zeros((0, D))
+        needed = -(-num_tokens // self.page_size)
         wrong = np.flatnonzero((table[:needed] < 0) | (table[:needed] >= self.num_pages))
         if wrong.size:
             raise InvalidArgumentError(
@@ -266,15 +254,9 @@ class _Cache:
                 f" kv_cache has pages 0 to {self.num_pages - 1}."
             )
         token = np.arange(num_tokens)
-        slot = (
-            table[token // self.page_size] * self.page_size + token % self.page_size
-            if needed
-            else token
-        )
+        slot = table[token // self.page_size] * self.page_size + token % self.page_size
         held = self.parts[0].shape[1]
-        return _join(
-            [part[slot // held, slot % held] if needed else part[:0, 0] for part in self.parts]
-        )
+        return _join([part[slot // held, slot % held] for part in self.parts])
 
 
 def _as_pages(part: Array) -> Array:
@@ -302,8 +284,7 @@ def _page_tables(kv_indptr: Any, kv_indices: Any, block_table: Any, batch: int) 
         table = _integers("block_table", block_table, ndim=2)
         if len(table) != batch:
             raise ShapeError(
-                f"block_table has {len(table)} rows; it must have one for each of the {batch}"
-                " requests of kv_lens."
+                f"block_table has {len(table)} rows; it must have one for each of the {batch} requests of kv_lens."
             )
         return list(table)
     if kv_indices is None:
@@ -312,13 +293,11 @@ def _page_tables(kv_indptr: Any, kv_indices: Any, block_table: Any, batch: int) 
     bounds = _integers("kv_indptr", kv_indptr, ndim=1)
     if bounds.size != batch + 1:
         raise ShapeError(
-            f"kv_indptr has {bounds.size} entries; it must have one more than the {batch} requests"
-            " of kv_lens."
+            f"kv_indptr has {bounds.size} entries; it must have one more than the {batch} requests of kv_lens."
         )
     if bounds[0] < 0 or bounds[-1] > ids.size or (np.diff(bounds) < 0).any():
         raise InvalidArgumentError(
-            f"kv_indptr is {bounds.tolist()}; it must rise within 0 to {ids.size}, the number of"
-            " kv_indices."
+            f"kv_indptr is {bounds.tolist()}; it must rise within 0 to {ids.size}, the number of kv_indices."
         )
     return [ids[bounds[b] : bounds[b + 1]] for b in range(batch)]
 
@@ -328,13 +307,10 @@ def _row_bounds(leading: tuple[int, ...], batch: int, qo_indptr: Any) -> Int64s:
     if len(leading) == 3:
         if qo_indptr is not None:
             raise InvalidArgumentError(
-                "qo_indptr was given and q is (B, S, H, ...), whose requests all have S rows; leave"
-                " qo_indptr out."
+                "qo_indptr was given and q is (B, S, H, ...), whose requests all have S rows; leave qo_indptr out."
             )
         if leading[0] != batch:
-            raise ShapeError(
-                f"q is for {leading[0]} requests and kv_lens for {batch}; they must agree."
-            )
+            raise ShapeError(f"q is for {leading[0]} requests and kv_lens for {batch}; they must agree.")
         return np.arange(batch + 1) * leading[1]
     num_tokens = leading[0]
     if qo_indptr is None:
@@ -347,13 +323,11 @@ def _row_bounds(leading: tuple[int, ...], batch: int, qo_indptr: Any) -> Int64s:
     bounds = _integers("qo_indptr", qo_indptr, ndim=1)
     if bounds.size != batch + 1:
         raise ShapeError(
-            f"qo_indptr has {bounds.size} entries; it must have one more than the {batch} requests"
-            " of kv_lens."
+            f"qo_indptr has {bounds.size} entries; it must have one more than the {batch} requests of kv_lens."
         )
     if bounds[0] != 0 or bounds[-1] > num_tokens or (np.diff(bounds) < 0).any():
         raise InvalidArgumentError(
-            f"qo_indptr is {bounds.tolist()}; it must rise from 0 to at most {num_tokens}, the rows"
-            " of q."
+            f"qo_indptr is {bounds.tolist()}; it must rise from 0 to at most {num_tokens}, the rows of q."
         )
     return bounds
 
@@ -362,30 +336,24 @@ def _check_mask(mask: Any, tail_lens: Any, q_lens: Int64s, num_tokens: int) -> I
     """Return how many last tokens of each request the mask's columns stand for."""
     if not isinstance(mask, TreeMask):
         if not isinstance(mask, str) or mask not in ("causal", "none"):
-            raise InvalidArgumentError(
-                f'mask is {mask!r}; it must be "causal", "none" or a TreeMask.'
-            )
+            raise InvalidArgumentError(f'mask is {mask!r}; it must be "causal", "none" or a TreeMask.')
         if tail_lens is not None:
             raise InvalidArgumentError(
-                f'tail_lens was given with mask "{mask}"; it belongs to a TreeMask: TreeMask.causal'
-                " is the chain."
+                f'tail_lens was given with mask "{mask}"; it belongs to a TreeMask: TreeMask.causal is the chain.'
             )
         return q_lens
     if mask.num_tokens != num_tokens:
         raise ShapeError(
-            f"mask has {mask.num_tokens} rows and q has {num_tokens}; there must be one mask row"
-            " for each row of q."
+            f"mask has {mask.num_tokens} rows and q has {num_tokens}; there must be one mask row for each row of q."
         )
     tails = q_lens if tail_lens is None else _lengths("tail_lens", tail_lens)
     if tails.size != q_lens.size:
         raise ShapeError(
-            f"tail_lens has {tails.size} entries; it must have one for each of the {q_lens.size}"
-            " requests of kv_lens."
+            f"tail_lens has {tails.size} entries; it must have one for each of the {q_lens.size} requests of kv_lens."
         )
     if tails.size and tails.max() > mask.max_q:
         raise InvalidArgumentError(
-            f"a request has {tails.max()} masked tokens and the mask {mask.max_q} columns; make a"
-            " wider mask."
+            f"a request has {tails.max()} masked tokens and the mask {mask.max_q} columns; make a wider mask."
         )
     return tails
 
@@ -420,10 +388,7 @@ def _join(parts: list[Array]) -> Floats:
 def _integers(name: str, array: Any, *, ndim: int) -> Int64s:
     host = np.asarray(array)
     if host.ndim != ndim or (host.size and host.dtype.kind not in "iu"):
-        raise ShapeError(
-            f"{name} is {host.dtype} of shape {host.shape}; it must hold integers and have {ndim}"
-            " axes."
-        )
+        raise ShapeError(f"{name} is {host.dtype} of shape {host.shape}; it must hold integers and have {ndim} axes.")
     return host.astype(np.int64)
 
 

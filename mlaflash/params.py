@@ -43,6 +43,7 @@ PARAMS_DTYPE: Final = np.dtype(
             "num_splits",
             "mask_mode",
             "wide_ids",
+            "wide_indptr",
             "vectorized",
         )
     ]

@@ -125,6 +125,11 @@ class Problem:
         return (*self.q.shape, DL)
 
     @property
+    def is_dense(self) -> bool:
+        """Whether page b is request b, so that the kernels need ids that say so."""
+        return self.page_ids is None
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is no row to compute."""
         return self.rows == 0
@@ -194,6 +199,8 @@ class Problem:
 
         indptr, max_q = _query_lengths(view, q_rows, qo_indptr, batch, num_tokens, max_q_len)
         pages, size, strides, rope_strides = _pages(kv_rows, page_size)
+        if batch == 1 and size == 1 and kv_indices is None and block_table is None:
+            pages, size = 1, pages  # the slots of the only request, in order
         kv_ptrs, ids, is_table, ids_bound = _addressing(view, kv_indptr, kv_indices, block_table, batch, pages, size)
         new_rows = None
         if new_kv is not None:
@@ -406,23 +413,13 @@ def _addressing(
     if kv_indptr is not None:
         ids = _vector(view, "kv_indices", kv_indices, _IDS)
         indptr = _vector(view, "kv_indptr", kv_indptr, _IDS, batch + 1)
-        if ids.dtype != indptr.dtype:
-            raise ShapeError(
-                f"kv_indices is {ids.dtype} and kv_indptr is {indptr.dtype}; both must have the same type. Cast one."
-            )
         return indptr, ids, False, ids.shape[0] * page_size
-    if num_pages < batch and not (batch == 1 and page_size == 1):
+    if num_pages < batch:
         raise ShapeError(
-            f"kv_cache holds {num_pages} pages for {batch} requests and neither kv_indptr/kv_indices nor block_table "
-            "is "
+            f"kv_cache holds {num_pages} pages for {batch} requests and neither kv_indptr/kv_indices nor block_table is "
             f"given; page b is then request b. Give a table, or a kv_cache of shape ({batch}, max_kv, 576)."
         )
-    if batch > 1 and page_size == 1:
-        raise ShapeError(
-            f"kv_cache is a pool of single slots for {batch} requests and nothing says which belong to whom. Give "
-            f"kv_indptr/kv_indices or block_table, or a kv_cache of shape ({batch}, max_kv, 576)."
-        )
-    return None, None, False, num_pages if batch == 1 and page_size == 1 else page_size
+    return None, None, False, page_size
 
 
 def _mask(view: View, mask: Any, num_tokens: int) -> tuple[str, ArrayView | None, int]:

@@ -55,8 +55,7 @@ def yarn_sm_scale(
     ):
         if isinstance(width, bool) or not isinstance(width, int) or width <= 0:
             raise InvalidArgumentError(
-                f"{name} is {width!r}; it must be a positive integer: take it from the model's"
-                " config.json."
+                f"{name} is {width!r}; it must be a positive integer: take it from the model's config.json."
             )
     if not (math.isfinite(factor) and factor > 0):
         raise InvalidArgumentError(

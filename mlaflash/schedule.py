@@ -236,7 +236,7 @@ def build_params(
     out, lse : ArrayView
         Of shapes `problem.out_shape` and the same without its last axis.
     workspace_ptrs : dict of str to int
-        Address of each workspace of the schedule, by name.
+        Address of each workspace of the schedule, by name; and of ``page_ids``, int32 0 .. B - 1, for a dense problem.
 
     Returns
     -------
@@ -289,6 +289,10 @@ def build_params(
         fields["wide_ids"] = problem.page_ids.dtype == "int64"
         if problem.block_table:
             fields["block_table_stride"] = problem.page_ids.strides[0]
+    else:
+        fields["block_table_stride"] = 1
+    if problem.kv_indptr is not None:
+        fields["wide_indptr"] = problem.kv_indptr.dtype == "int64"
     if problem.mask_words is not None:
         fields["mask_words"] = problem.mask_words.ptr
         fields["mask_words_per_row"] = problem.mask_words.shape[1]

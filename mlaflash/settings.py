@@ -13,6 +13,14 @@ import platformdirs
 
 from mlaflash.errors import InvalidArgumentError
 
+VARIABLES = (
+    "MLAFLASH_CACHE_DIR",
+    "MLAFLASH_LOG",
+    "MLAFLASH_DISABLE_JIT",
+    "MLAFLASH_JIT_LINEINFO",
+    "MLAFLASH_ARCH",
+    "CXX",
+)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
@@ -73,9 +81,37 @@ def settings() -> Settings:
         log=_log_level("MLAFLASH_LOG"),
         disable_jit=_flag("MLAFLASH_DISABLE_JIT"),
         lineinfo=_flag("MLAFLASH_JIT_LINEINFO"),
-        arch=_arch("MLAFLASH_ARCH"),
+        arch=arch_override(),
         cxx=os.environ.get("CXX") or None,
     )
+
+
+def arch_override() -> str | None:
+    """Read ``MLAFLASH_ARCH`` alone, which a plan does at every call.
+
+    Returns
+    -------
+    str or None
+
+    Raises
+    ------
+    InvalidArgumentError
+        It is no architecture's name.
+    """
+    value = os.environ.get("MLAFLASH_ARCH", "").strip()
+    if not value:
+        return None
+    if not _ARCH.fullmatch(value):
+        raise InvalidArgumentError(
+            f"MLAFLASH_ARCH is {value!r}; allowed is a CUDA architecture such as sm_90, sm_90a or "
+            "sm_120. Set one of them or unset it."
+        )
+    return value
+
+
+def variables() -> dict[str, str | None]:
+    """Return each variable that is read and its text, allowed or not; None where it is not set."""
+    return {name: os.environ.get(name) for name in VARIABLES}
 
 
 def configure_logging() -> None:
@@ -101,8 +137,7 @@ def _flag(variable: str) -> bool:
     if value in _FALSE:
         return False
     raise InvalidArgumentError(
-        f"{variable} is {value!r}; allowed are 1, true, yes, on and 0, false, no, off. Set one of "
-        "them or unset it."
+        f"{variable} is {value!r}; allowed are 1, true, yes, on and 0, false, no, off. Set one of them or unset it."
     )
 
 
@@ -110,19 +145,6 @@ def _log_level(variable: str) -> str:
     value = os.environ.get(variable, "").strip().lower() or "warning"
     if value not in _LEVELS:
         raise InvalidArgumentError(
-            f"{variable} is {value!r}; allowed are {', '.join(sorted(_LEVELS))}. Set one of them "
-            "or unset it."
-        )
-    return value
-
-
-def _arch(variable: str) -> str | None:
-    value = os.environ.get(variable, "").strip()
-    if not value:
-        return None
-    if not _ARCH.fullmatch(value):
-        raise InvalidArgumentError(
-            f"{variable} is {value!r}; allowed is a CUDA architecture such as sm_90, sm_90a or "
-            "sm_120. Set one of them or unset it."
+            f"{variable} is {value!r}; allowed are {', '.join(sorted(_LEVELS))}. Set one of them or unset it."
         )
     return value

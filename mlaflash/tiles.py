@@ -13,6 +13,11 @@ from mlaflash.params import DTYPE_CODES, D
 BLOCK = 256
 _NUM_WARPS = BLOCK // 32
 
+MAX_HT = 32
+"""More heads than this do not fit the registers of a block of the `tile` kernel."""
+MAX_TK = 64
+"""More tokens than this do not fit the shared memory of any GPU."""
+
 
 @runtime_checkable
 class KernelConfig(Protocol):
@@ -80,7 +85,7 @@ class TileConfig:
     Raises
     ------
     TileError
-        `ht` or `tk` is not a positive power of two.
+        `ht` or `tk` is not a positive power of two, or too large.
     InvalidArgumentError
         `nsplit` is below 1.
     """
@@ -93,9 +98,11 @@ class TileConfig:
         """Check the constants against each other; the device's limits are checked by `check_shared`."""
         for name in ("ht", "tk"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1 or value & (value - 1):
+            most = MAX_HT if name == "ht" else MAX_TK
+            if not isinstance(value, int) or value < 1 or value & (value - 1) or value > most:
                 raise TileError(
-                    f"{name} is {value!r}; it must be a positive power of two. Use 8 heads and 16 tokens to begin with."
+                    f"{name} is {value!r}; it must be a positive power of two of at most {most}. "
+                    "Use ht=8 and tk=16 to begin with."
                 )
         if self.nsplit is not None and (not isinstance(self.nsplit, int) or self.nsplit < 1):
             raise InvalidArgumentError(
@@ -186,6 +193,6 @@ def check_shared(config: KernelConfig, device: Device, kv_dtype: str) -> None:
 
 def tile_candidates() -> Iterator[TileConfig]:
     """All HT x TK that the `tile` kernel is built for, without regard to a device's limit."""
-    for ht in (1, 2, 4, 8, 16, 32, 64):
+    for ht in (1, 2, 4, 8, 16, 32):
         for tk in (4, 8, 16, 32, 64):
             yield TileConfig(ht, tk)

@@ -201,7 +201,7 @@ struct Block {
   u32 current_warp;
   u32 pass;  // lanes of the current warp that this pass still may run
   u32 rotation, descending, burst;
-  u32 idle_passes;
+  u32 failed_attempts;
   Context main;
   Warp warps[MAX_WARPS];
   Context contexts[MAX_THREADS];

@@ -16,8 +16,8 @@ struct KvRow {
   const u8* pe;  // 64 rope elements
 };
 
-DEVICE i64 load_id(const VerifyParams& p, const void* ids, i64 index) {
-  return p.wide_ids ? (i64)ld_global_u64((const u64*)ids + index) : (i64)(i32)ld_global_u32((const u32*)ids + index);
+DEVICE i64 load_id(const void* ids, bool wide, i64 index) {
+  return wide ? (i64)ld_global_u64((const u64*)ids + index) : (i64)(i32)ld_global_u32((const u32*)ids + index);
 }
 
 DEVICE Request load_request(const VerifyParams& p, int index) {
@@ -32,7 +32,7 @@ DEVICE Request load_request(const VerifyParams& p, int index) {
   }
   r.kv_len = (i32)ld_global_u32(p.kv_lens + index);
   r.tail_len = p.tail_lens ? (i32)ld_global_u32(p.tail_lens + index) : r.q_len;
-  r.id_begin = p.kv_indptr ? load_id(p, p.kv_indptr, index) : index * p.block_table_stride;
+  r.id_begin = p.kv_indptr ? load_id(p.kv_indptr, p.wide_indptr, index) : index * p.block_table_stride;
   return r;
 }
 
@@ -78,7 +78,7 @@ DEVICE KvRow kv_row(const VerifyParams& p, const Request& r, int token) {
   }
   const u32 page = page_of(p, token);
   const i64 slot = token - (i64)page * p.page_size;
-  const i64 id = load_id(p, p.page_ids, r.id_begin + page);
+  const i64 id = load_id(p.page_ids, p.wide_ids, r.id_begin + page);
   return {element_ptr<KV_DTYPE>(p.kv_c, id * p.kv_c_stride_page + slot * p.kv_c_stride_token),
           element_ptr<KV_DTYPE>(p.k_pe, id * p.k_pe_stride_page + slot * p.k_pe_stride_token)};
 }

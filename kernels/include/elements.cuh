@@ -13,6 +13,9 @@ CONSTANT int vector_width() {
   return 16 / element_bytes<DTYPE>();
 }
 
+// NVRTC has no INFINITY, and an overflowing literal is no constant expression.
+DEVICE float neg_inf() { return as_f32(0xff800000u); }
+
 template <int DTYPE>
 DEVICE const u8* element_ptr(const void* base, i64 index) {
   return (const u8*)base + index * element_bytes<DTYPE>();
@@ -37,26 +40,39 @@ DEVICE float load_element(const u8* ptr) {
   else return element_to_f32<DTYPE>(ld_global_u16(ptr));
 }
 
-// vector_width() consecutive elements: one 128-bit load where the row is aligned, else element by element.
 template <int DTYPE>
-DEVICE void load_vector(float (&v)[vector_width<DTYPE>()], const u8* ptr, bool vectorized) {
-  if (!vectorized) {
+struct Vector {
+  float v[vector_width<DTYPE>()];
+};
+
+template <int DTYPE>
+DEVICE Vector<DTYPE> zero_vector() {
+  Vector<DTYPE> r;
 #pragma unroll
-    for (int i = 0; i < vector_width<DTYPE>(); i++) v[i] = load_element<DTYPE>(ptr + i * element_bytes<DTYPE>());
-    return;
-  }
-  if constexpr (DTYPE == FLOAT32) {
+  for (int i = 0; i < vector_width<DTYPE>(); i++) r.v[i] = 0.0f;
+  return r;
+}
+
+// vector_width() consecutive elements: one 128-bit load where rows are aligned, else element by element.
+template <int DTYPE, bool ALIGNED>
+DEVICE Vector<DTYPE> load_vector(const u8* ptr) {
+  Vector<DTYPE> r;
+  if constexpr (!ALIGNED) {
+#pragma unroll
+    for (int i = 0; i < vector_width<DTYPE>(); i++) r.v[i] = load_element<DTYPE>(ptr + i * element_bytes<DTYPE>());
+  } else if constexpr (DTYPE == FLOAT32) {
     const f32x4 x = ld_global_f32x4(ptr);
-    v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+    r.v[0] = x.x, r.v[1] = x.y, r.v[2] = x.z, r.v[3] = x.w;
   } else {
     const u32x4 x = ld_global_u32x4(ptr);
     const u32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      v[2 * i] = element_to_f32<DTYPE>((u16)words[i]);
-      v[2 * i + 1] = element_to_f32<DTYPE>((u16)(words[i] >> 16));
+      r.v[2 * i] = element_to_f32<DTYPE>((u16)words[i]);
+      r.v[2 * i + 1] = element_to_f32<DTYPE>((u16)(words[i] >> 16));
     }
   }
+  return r;
 }
 
 template <int DTYPE>

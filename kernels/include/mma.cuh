@@ -1,12 +1,264 @@
-#error "wide author: at 16:58 the narrow author overwrote your first version of this file by accident (sorry; it could not be recovered): please write it again here. My version of the same functions is mma_narrow_parts.cuh; take what fits, I will switch to yours"
+// What the tensor-core kernels share: the rows and KV tiles of a block, the masks of a tile, the online softmax on fragments, and
+// the stores of the results.
+//
+// Packed rows: row r of a request is (query token r / H, head r % H), so that all heads of all its query tokens read one KV stream.
+// Fragments: of a 16 x 8 accumulator, lane l holds columns 2 (l % 4) and + 1 of row l / 4 in [0] and [1], and the same columns
+// of row l / 4 + 8 in [2] and [3]. "Half" h of a lane is its row l / 4 + 8 h. The scores of 16 rows x 16 tokens are two such tiles.
+#pragma once
+#include "addressing.cuh"
 
-// Query tokens behind the last request belong to nobody and come out empty. The blocks of the last request share them.
+constexpr int TILE = 16;  // tokens of a KV tile; rows of an MMA tile
+
+static_assert(Q_DTYPE != FLOAT32 && KV_DTYPE == Q_DTYPE, "tensor cores take bfloat16 or float16, q and KV alike");
+
+DEVICE int min_int(int a, int b) { return a < b ? a : b; }
+DEVICE int max_int(int a, int b) { return a > b ? a : b; }
+DEVICE int lane_idx() { return thread_idx() % WARP; }
+DEVICE int warp_idx() { return thread_idx() / WARP; }
+
+DEVICE void mma_16x8x16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (Q_DTYPE == BFLOAT16) mma_m16n8k16_bf16(c, a, b0, b1);
+  else mma_m16n8k16_f16(c, a, b0, b1);
+}
+
+// --- rows and tiles of a block -------------------------------------------------------------------------------------
+
+struct RowTile {
+  int first, end;       // packed rows [first, end) of the request; end <= first: the request has no such rows
+  int q_first, q_last;  // absolute query tokens of the first and of the last row
+};
+
+DEVICE RowTile row_tile(const VerifyParams& p, const Request& r, int first, int rows) {
+  RowTile t;
+  t.first = first;
+  t.end = min_int(first + rows, r.q_len * p.num_heads);
+  t.q_first = r.q_begin + first / p.num_heads;
+  t.q_last = r.q_begin + (t.end - 1) / p.num_heads;
+  return t;
+}
+
+struct TileRange {
+  int begin, end;  // KV tiles
+};
+
+// Split `split` of the tiles in which some row of the block sees a token: equal runs, the last ones may be empty.
+DEVICE TileRange split_tiles(const VerifyParams& p, const Request& r, const RowTile& rows, int split) {
+  const int all = (visible_end(p, r, rows.q_last) + TILE - 1) / TILE;
+  const int per_split = (all + p.num_splits - 1) / p.num_splits;
+  const int begin = min_int(split * per_split, all);
+  return {begin, min_int(begin + per_split, all)};
+}
+
+// --- masks ---------------------------------------------------------------------------------------------------------
+
+// Every row of the block sees all tokens of the tiles before this one.
+DEVICE int first_masked_tile(const VerifyParams& p, const Request& r, const RowTile& rows) {
+  const int end = p.mask_mode == MASK_TREE ? r.kv_len - r.tail_len : visible_end(p, r, rows.q_first);
+  return max_int(end, 0) / TILE;
+}
+
+// Word `index` of the mask row of query token q: ones to its left (what lies before the tail is visible), zeros to its right.
+DEVICE u32 tree_word(const VerifyParams& p, int q, int index) {
+  if (index < 0) return ~0u;
+  return index < p.mask_words_per_row ? ld_global_u32(p.mask_words + (i64)q * p.mask_words_per_row + index) : 0u;
+}
+
+// Bit i: query token q (absolute) sees KV token first + i, i < TILE.
+DEVICE u32 visible_bits(const VerifyParams& p, const Request& r, int q, int first) {
+  u32 bits = (1u << min_int(max_int(visible_end(p, r, q) - first, 0), TILE)) - 1;
+  if (p.mask_mode == MASK_TREE) {
+    const int column = first - (r.kv_len - r.tail_len);
+    const u64 words = (u64)tree_word(p, q, (column >> 5) + 1) << 32 | tree_word(p, q, column >> 5);
+    bits &= (u32)(words >> (column & 31));
+  }
+  return bits;
+}
+
+// Scores of invisible tokens become -inf; bits[h] are the visible_bits of the lane's half h.
+DEVICE void mask_scores(float (&s)[2][4], const u32 (&bits)[2]) {
+  const int column = lane_idx() % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (!(bits[e / 2] >> (n * 8 + column + e % 2) & 1)) s[n][e] = neg_inf();
+}
+
+// --- scale ---------------------------------------------------------------------------------------------------------
+
+// The softmax takes its maxima over raw scores and scales within the exponent, which is right for positive scales. So the sign of
+// the scale goes into q, exactly, and a scale of 0 becomes q = 0 and scale 1: masked scores then stay -inf.
+DEVICE u32 fold_scale_sign(const VerifyParams& p, u32 q_pair) {
+  if (p.sm_scale == 0.0f) return 0;
+  return p.sm_scale < 0.0f ? q_pair ^ 0x80008000u : q_pair;
+}
+DEVICE float scale_magnitude(const VerifyParams& p) {
+  return p.sm_scale == 0.0f ? 1.0f : max_f32(p.sm_scale, -p.sm_scale);
+}
+
+// s -> tanh(scale * s / cap); exponent_scale() holds the factor cap.
+DEVICE void soft_cap(const VerifyParams& p, float (&s)[2][4]) {
+  if constexpr (!SOFT_CAP) return;
+  const float inner = scale_magnitude(p) / p.logit_cap;
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) s[n][e] = tanh_f32(s[n][e] * inner);
+}
+// Positive factor from scores (soft-capped ones, if so) to base-2 exponents.
+DEVICE float exponent_scale(const VerifyParams& p) {
+  return (SOFT_CAP ? p.logit_cap : scale_magnitude(p)) * LOG2_E;
+}
+
+// --- softmax -------------------------------------------------------------------------------------------------------
+
+// Of the lane's two rows. Four lanes share a row and hold equal bases.
+struct Softmax {
+  float base[2];  // weights are 2^(score - base); -inf: the row has seen nothing
+  float sum[2];   // of the weights of the lane's own columns
+};
+
+// A weight may grow to 2^RESCALE_ABOVE before the row's base follows its maximum: it fits float16, and nearly every tile is spared
+// the shuffles and the rescaling of the accumulators.
+constexpr float RESCALE_ABOVE = 8.0f;
+
+DEVICE float max_over_row(float v) {
+  v = max_f32(v, shfl_xor_f32(v, 1));
+  return max_f32(v, shfl_xor_f32(v, 2));
+}
+DEVICE float sum_over_row(float v) {
+  v += shfl_xor_f32(v, 1);
+  return v + shfl_xor_f32(v, 2);
+}
+// What to subtract: a row that has seen nothing has scores of -inf, whose weights must be 0 and not 2^NaN.
+DEVICE float finite_base(float base) { return base == neg_inf() ? 0.0f : base; }
+
+// Moves both bases up to the maxima and scales what was accumulated by 2^(old base - new base).
+template <int N>
+DEVICE void rescale(Softmax& softmax, float (&o)[N][4], const float (&maxima)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float base = max_f32(softmax.base[h], max_over_row(maxima[h]));
+    const float factor = ex2(softmax.base[h] - finite_base(base));
+    softmax.base[h] = base;
+    softmax.sum[h] *= factor;
+#pragma unroll
+    for (int i = 0; i < N; i++) o[i][2 * h] *= factor, o[i][2 * h + 1] *= factor;
+  }
+}
+
+// Turns the scores of a tile into weights 2^(scale * s - base), packed as the A operand (16 rows x 16 tokens) of the product with V.
+// Online softmax: Milakov and Gimelshein, arXiv:1805.02867.
+template <int N>
+DEVICE void softmax_tile(const float (&s)[2][4], float scale, Softmax& softmax, float (&o)[N][4], u32 (&weights)[4]) {
+  float maxima[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    maxima[h] = scale * max_f32(max_f32(s[0][2 * h], s[0][2 * h + 1]), max_f32(s[1][2 * h], s[1][2 * h + 1]));
+  if (warp_any(maxima[0] > softmax.base[0] + RESCALE_ABOVE || maxima[1] > softmax.base[1] + RESCALE_ABOVE))
+    rescale(softmax, o, maxima);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float base = finite_base(softmax.base[h]);
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const float a = ex2(fma_f32(s[n][2 * h], scale, -base)), b = ex2(fma_f32(s[n][2 * h + 1], scale, -base));
+      softmax.sum[h] += a + b;
+      weights[2 * n + h] = pack_elements<Q_DTYPE>(a, b);
+    }
+  }
+}
+
+// --- results -------------------------------------------------------------------------------------------------------
+
+// 16 columns of one row, from two neighbouring accumulator tiles: `ptr` is the first column, (a0, a1) the lane's pair of the
+// first tile, (b0, b1) of the second. The four lanes of a row write ascending addresses that fill whole 32-byte sectors:
+// other orders were several times slower. All lanes of the warp take part; only those with `exists` store.
+template <int DTYPE>
+DEVICE void store_16_columns(u8* ptr, bool exists, float a0, float a1, float b0, float b1) {
+  const int quad_lane = lane_idx() % 4;
+  if constexpr (DTYPE == FLOAT32) {
+    if (!exists) return;
+    st_global_f32x2(ptr + quad_lane * 8, {a0, a1});
+    st_global_f32x2(ptr + 32 + quad_lane * 8, {b0, b1});
+  } else {
+    // Lanes 0 .. 3 hold pairs 0 .. 3 of the first tile and 4 .. 7 of the second; lane k ends up with pairs 2 k and 2 k + 1.
+    const u32 first = pack_elements<DTYPE>(a0, a1), second = pack_elements<DTYPE>(b0, b1);
+    const bool high = quad_lane & 2, odd = quad_lane & 1;
+    const u32 far = shfl_xor_u32(high ? first : second, 2);
+    const u32 even_pair = high ? far : first, odd_pair = high ? second : far;
+    const u32 near = shfl_xor_u32(odd ? even_pair : odd_pair, 1);
+    if (exists) st_global_u32x2(ptr + quad_lane * 8, {odd ? near : even_pair, odd ? odd_pair : near});
+  }
+}
+
+// Half `half` of the accumulators times `factor`, to 8 N columns from `ptr` on.
+template <int DTYPE, int N>
+DEVICE void store_half(u8* ptr, bool exists, const float (&o)[N][4], int half, float factor) {
+#pragma unroll
+  for (int i = 0; i < N; i += 2)
+    store_16_columns<DTYPE>(ptr + i * 8 * element_bytes<DTYPE>(), exists, o[i][2 * half] * factor,
+                            o[i][2 * half + 1] * factor, o[i + 1][2 * half] * factor, o[i + 1][2 * half + 1] * factor);
+}
+
+// Where packed row `row` goes: into out, or into the partial results of this block's split.
+template <int DTYPE>
+DEVICE u8* result_row(const VerifyParams& p, const Request& r, int row) {
+  if (p.num_splits > 1)
+    return element_ptr<DTYPE>(p.partial_out,
+                              ((block_idx_y() * (i64)p.num_tokens + r.q_begin) * p.num_heads + row) * DL);
+  return element_ptr<DTYPE>(p.out, (r.q_begin + row / p.num_heads) * p.out_stride_t + row % p.num_heads * p.out_stride_h);
+}
+
+// `lse` is base 2.
+DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, float lse) {
+  if (p.num_splits > 1)
+    st_global_f32(p.partial_lse + (block_idx_y() * (i64)p.num_tokens + r.q_begin) * p.num_heads + row, lse);
+  else
+    st_global_f32(p.lse + (r.q_begin + row / p.num_heads) * p.lse_stride_t + row % p.num_heads * p.lse_stride_h,
+                  lse * LN_2);
+}
+
+// A warp's 16 rows from `first` on (those below `end`), 8 N columns from `column` on; the warp of column 0 writes the lse.
+template <int N>
+DEVICE void store_results(const VerifyParams& p, const Request& r, int first, int end, int column, const Softmax& softmax,
+                          const float (&o)[N][4]) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = first + lane_idx() / 4 + 8 * h;
+    const bool exists = row < end, empty = softmax.base[h] == neg_inf();
+    const float sum = sum_over_row(softmax.sum[h]);
+    const float factor = empty ? 0.0f : 1.0f / sum;
+    if (OUT_DTYPE == PARTIAL_DTYPE || p.num_splits == 1)
+      store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, row) + column * element_bytes<OUT_DTYPE>(), exists, o, h, factor);
+    else
+      store_half<PARTIAL_DTYPE>(result_row<PARTIAL_DTYPE>(p, r, row) + column * element_bytes<PARTIAL_DTYPE>(), exists, o,
+                                h, factor);
+    if (exists && column == 0 && lane_idx() % 4 == 0)
+      store_lse(p, r, row, empty ? neg_inf() : softmax.base[h] + lg2(sum));
+  }
+}
+
+// Rows [first, end) of a split in which they see nothing: an lse of -inf, and zeros where the split's row is the result.
+template <int THREADS>
+DEVICE void store_empty(const VerifyParams& p, const Request& r, int first, int end) {
+  constexpr int QUADS = DL / 4;
+  for (int row = first + thread_idx(); row < end; row += THREADS) store_lse(p, r, row, neg_inf());
+  if (p.num_splits > 1) return;
+  for (int i = thread_idx(); i < (end - first) * QUADS; i += THREADS) {
+    u8* quad = result_row<OUT_DTYPE>(p, r, first + i / QUADS) + i % QUADS * 4 * element_bytes<OUT_DTYPE>();
+    if constexpr (OUT_DTYPE == FLOAT32) st_global_f32x4(quad, {0.0f, 0.0f, 0.0f, 0.0f});
+    else st_global_u32x2(quad, {0, 0});
+  }
+}
+
+// Query tokens behind the last request belong to nobody and come out empty. The last request's blocks share them.
 template <int THREADS>
 DEVICE void store_padding(const VerifyParams& p, Request r) {
   if (r.index != p.batch - 1) return;
   r.q_begin += r.q_len;
   const int rows = (p.num_tokens - r.q_begin) * p.num_heads;
   const int share = (rows + grid_dim_x() - 1) / grid_dim_x();
-  const int begin = min_int(block_idx_x() * share, rows);
-  store_empty<THREADS>(p, r, begin, min_int(begin + share, rows));
+  const int first = min_int(block_idx_x() * share, rows);
+  store_empty<THREADS>(p, r, first, min_int(first + share, rows));
 }

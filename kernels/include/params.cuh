@@ -57,7 +57,8 @@ struct VerifyParams {
   i32 mask_words_per_row;
   i32 num_splits;
   i32 mask_mode;   // MASK_*
-  i32 wide_ids;    // 1: kv_indptr and page_ids are int64
+  i32 wide_ids;     // 1: page_ids are int64
+  i32 wide_indptr;  // 1: kv_indptr is int64
   i32 vectorized;  // 1: every q and KV row starts on 16 bytes, so 128-bit loads are legal
   float sm_scale;
   float logit_cap;  // 0: no soft-cap
@@ -105,4 +106,10 @@ constexpr int SOFT_CAP = MLAFLASH_SOFT_CAP;
 #endif
 #ifdef MLAFLASH_NEW_KV
 constexpr int NEW_KV = MLAFLASH_NEW_KV;
+#endif
+
+// mma_narrow: groups of four warps that take turns at the KV tiles, and buffers for the scores that a group's warps exchange.
+#ifdef MLAFLASH_KV_GROUPS
+constexpr int KV_GROUPS = MLAFLASH_KV_GROUPS;
+constexpr int EXCHANGE_BUFFERS = MLAFLASH_EXCHANGE_BUFFERS;
 #endif

@@ -15,6 +15,12 @@
 
 // --- indices -------------------------------------------------------------------------------------------------------
 DEVICE int thread_idx() { return threadIdx.x; }
+// The same, read again: nothing derived from it stays in a register from one use to the next.
+DEVICE int thread_idx_anew() {
+  int v;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
+  return v;
+}
 DEVICE int block_idx_x() { return blockIdx.x; }
 DEVICE int block_idx_y() { return blockIdx.y; }
 DEVICE int block_idx_z() { return blockIdx.z; }

@@ -114,6 +114,8 @@ def _run(
     workspaces = {
         w.name: np.full(w.shape, np.nan, numpy_dtype(w.dtype)) for w in schedule.workspaces
     }
+    if problem.is_dense:
+        workspaces["page_ids"] = np.arange(problem.batch, dtype=np.int32)
     pointers = {name: array.ctypes.data for name, array in workspaces.items()}
     params = build_params(problem, schedule, *outputs, pointers)
     arrays = _arrays(problem) | {view.name: view.array for view in outputs} | workspaces

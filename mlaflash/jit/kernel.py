@@ -104,6 +104,24 @@ class Kernel:
         except self._driver.CUDADriverError as error:
             raise self._refused(str(error), grid, block, shared) from error
 
+    @property
+    def function_ptr(self) -> int:
+        """Handle of the function, for launches that CuPy does not offer."""
+        return int(self._function.ptr)
+
+    def refusal(self, status: int, grid: Grid, block: int) -> LaunchError:
+        """Return the error for a launch that the driver refused.
+
+        Parameters
+        ----------
+        status : int
+            The driver's error code.
+        grid : tuple of int
+        block : int
+            Of the launch.
+        """
+        return self._refused(str(self._driver.CUDADriverError(status)), grid, block, self.shared_bytes)
+
     def attributes(self) -> dict[str, int]:
         """Ask the driver what the loaded kernel uses.
 

@@ -120,20 +120,13 @@ def tolerance(q_dtype: Any, out_dtype: Any) -> Tolerance:
     -------
     Tolerance
     """
-    names = [
-        np.dtype(dtype).name if not isinstance(dtype, str) else dtype
-        for dtype in (q_dtype, out_dtype)
-    ]
+    names = [np.dtype(dtype).name if not isinstance(dtype, str) else dtype for dtype in (q_dtype, out_dtype)]
     for name in names:
         if name not in (*_SIXTEEN_BIT_UNITS, "float32"):
-            raise UnsupportedError(
-                f"there is no tolerance for {name}; there is one for float32, bfloat16 and float16."
-            )
+            raise UnsupportedError(f"there is no tolerance for {name}; there is one for float32, bfloat16 and float16.")
     unit = max(_SIXTEEN_BIT_UNITS.get(name, 0.0) for name in names)
     if unit:
-        return Tolerance(
-            rel=2.01 * 2 * unit, row_norm=1.6 * unit, norm=0.64 * unit, lse_abs=1e-5, lse_rel=2e-6
-        )
+        return Tolerance(rel=2.01 * 2 * unit, row_norm=1.6 * unit, norm=0.64 * unit, lse_abs=1e-5, lse_rel=2e-6)
     return Tolerance(rel=4e-5, row_norm=2e-5, norm=1e-5, lse_abs=1e-5, lse_rel=2e-6)
 
 
@@ -174,10 +167,7 @@ def compare(
     }
     for name, (actual, expected) in arrays.items():
         if actual.shape != expected.shape:
-            raise ShapeError(
-                f"{name} has shape {actual.shape} and the expected one {expected.shape}; they must"
-                " agree."
-            )
+            raise ShapeError(f"{name} has shape {actual.shape} and the expected one {expected.shape}; they must agree.")
     failures: list[tuple[str, str, tuple[int, ...]]] = []
     for name, (actual, expected) in arrays.items():
         elsewhere = _special(actual) != _special(expected)
@@ -201,14 +191,10 @@ def compare(
     max_rel = float(scaled[worst]) if worst else 0.0
     worst_row = _peak(rows)
     if worst and max_rel > tolerance.rel:
-        failures.append(
-            (f"an element is off by {max_rel:.3g} of its size or its row's", "out", worst)
-        )
+        failures.append((f"an element is off by {max_rel:.3g} of its size or its row's", "out", worst))
     if worst_row and rows[worst_row] > tolerance.row_norm:
         inside = (*worst_row, int(np.argmax(scaled[worst_row])))
-        failures.append(
-            (f"row {worst_row} is off by {rows[worst_row]:.3g} of its norm", "out", inside)
-        )
+        failures.append((f"row {worst_row} is off by {rows[worst_row]:.3g} of its norm", "out", inside))
     if whole > tolerance.norm:
         failures.append((f"out is off by {whole:.3g} of its norm", "out", worst))
 
@@ -243,9 +229,7 @@ def _float64(array: npt.ArrayLike) -> Floats:
 
 def _special(array: Floats) -> npt.NDArray[np.int8]:
     """Return 0 for a finite number, 1 for NaN, 2 and 3 for the infinities."""
-    return np.select([np.isnan(array), array == np.inf, array == -np.inf], [1, 2, 3], 0).astype(
-        np.int8
-    )
+    return np.select([np.isnan(array), array == np.inf, array == -np.inf], [1, 2, 3], 0).astype(np.int8)
 
 
 def _error(actual: Floats, expected: Floats) -> Floats:

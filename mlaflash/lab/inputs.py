@@ -85,8 +85,7 @@ class Case:
         """Refuse what no input can be built for."""
         if len(self.q_lens) != len(self.kv_lens):
             raise InvalidArgumentError(
-                f"q_lens has {len(self.q_lens)} requests and kv_lens {len(self.kv_lens)}; they must"
-                " agree."
+                f"q_lens has {len(self.q_lens)} requests and kv_lens {len(self.kv_lens)}; they must agree."
             )
         if min((*self.q_lens, *self.kv_lens), default=0) < 0:
             raise InvalidArgumentError(
@@ -94,13 +93,9 @@ class Case:
             )
         for name in ("heads", "page_size"):
             if getattr(self, name) < 1:
-                raise InvalidArgumentError(
-                    f"{name} is {getattr(self, name)}; it must be at least 1."
-                )
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.dtype not in _DTYPES:
-            raise UnsupportedError(
-                f"dtype is {self.dtype!r}; it must be one of {', '.join(_DTYPES)}."
-            )
+            raise UnsupportedError(f"dtype is {self.dtype!r}; it must be one of {', '.join(_DTYPES)}.")
         for name, allowed in _ALLOWED.items():
             if getattr(self, name) not in allowed:
                 raise InvalidArgumentError(
@@ -151,9 +146,7 @@ def build(case: Case, seed: int) -> dict[str, Any]:
     common = COMMON_SHARE * rng.standard_normal(D, np.float32)
 
     q_std = SCORE_SPREAD / (np.sqrt(D) * (abs(case.sm_scale) or 1.0))
-    q = (np.float32(q_std) * rng.standard_normal((num_tokens, case.heads, D), np.float32)).astype(
-        dtype
-    )
+    q = (np.float32(q_std) * rng.standard_normal((num_tokens, case.heads, D), np.float32)).astype(dtype)
     new_rows = _rows(rng, num_tokens, common, dtype)
     cached_lens = [
         max(kv_len - q_len, 0) if case.new_kv else kv_len
@@ -173,9 +166,7 @@ def build(case: Case, seed: int) -> dict[str, Any]:
         **_addresses(case, tables),
     }
     if case.new_kv:
-        for start, q_len, kv_len in zip(
-            _indptr(case.q_lens), case.q_lens, case.kv_lens, strict=False
-        ):
+        for start, q_len, kv_len in zip(_indptr(case.q_lens), case.q_lens, case.kv_lens, strict=False):
             new_rows[start : start + max(q_len - kv_len, 0)] = np.nan
         arguments["new_kv"] = _split(new_rows) if case.paired else new_rows
     return arguments
@@ -213,9 +204,7 @@ def _fill_pool(
     for table, cached in zip(tables, cached_lens, strict=True):
         token = np.arange(cached)
         if cached:
-            slots[table[token // page_size] * page_size + token % page_size] = _rows(
-                rng, cached, common, dtype
-            )
+            slots[table[token // page_size] * page_size + token % page_size] = _rows(rng, cached, common, dtype)
     return pool, page_size, tables
 
 
@@ -243,11 +232,7 @@ def _mask(case: Case, rng: np.random.Generator) -> str | TreeMask:
         return TreeMask.causal(case.q_lens)
     if case.mask == "dense":
         return TreeMask.from_dense([rng.random((q_len, q_len)) < 0.5 for q_len in case.q_lens])
-    parents = [
-        int(rng.integers(max(i - MAX_REACH, 0), i)) if i else -1
-        for q_len in case.q_lens
-        for i in range(q_len)
-    ]
+    parents = [int(rng.integers(max(i - MAX_REACH, 0), i)) if i else -1 for q_len in case.q_lens for i in range(q_len)]
     return TreeMask.from_parents(np.array(parents, np.int32), _indptr(case.q_lens))
 
 

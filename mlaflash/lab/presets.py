@@ -119,9 +119,7 @@ def cases(preset: str, device: str) -> list[Case]:
     if preset not in PRESETS:
         raise InvalidArgumentError(f"preset is {preset!r}; it must be one of {', '.join(PRESETS)}.")
     if device not in _DEVICE_KINDS:
-        raise InvalidArgumentError(
-            f"device is {device!r}; it must be one of {', '.join(_DEVICE_KINDS)}."
-        )
+        raise InvalidArgumentError(f"device is {device!r}; it must be one of {', '.join(_DEVICE_KINDS)}.")
     return PRESETS[preset](device)
 
 

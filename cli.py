@@ -1,0 +1,6 @@
+"""The command line from a checkout: the same as ``mlaflash`` and ``python -m mlaflash``."""
+
+from mlaflash.commands.main import main
+
+if __name__ == "__main__":
+    main(prog_name="mlaflash")

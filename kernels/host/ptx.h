@@ -1,0 +1,157 @@
+// The emulator's implementation of the instruction header. Same names, same arguments; see include/ptx.cuh for what
+// each one does on a GPU. `SITE` adds the caller's place in the source, which reports name.
+#pragma once
+#include "async.h"
+#include "atomics.h"
+#include "barriers.h"
+#include "global.h"
+#include "tensor.h"
+#include "warp.h"
+
+#define DEVICE [[maybe_unused]] static inline
+#define SITE emulator::Site site = emulator::Site::here()
+#define KERNEL(name, threads, min_blocks)                                                                         \
+  static_assert((threads) % WARP == 0 && (threads) > 0 && (threads) <= emulator::MAX_THREADS && (min_blocks) > 0, \
+                "a block is 1 to 32 whole warps");                                                                \
+  static void name##_thread(const VerifyParams& p);                                                               \
+  extern "C" __attribute__((visibility("default"))) int name(emulator::Launch* launch) {                          \
+    return emulator::run_worker(launch, threads, sizeof(VerifyParams),                                            \
+                                [](const void* p) { name##_thread(*static_cast<const VerifyParams*>(p)); });      \
+  }                                                                                                               \
+  static void name##_thread([[maybe_unused]] const VerifyParams& p)
+
+// --- indices -------------------------------------------------------------------------------------------------------
+DEVICE int thread_idx() { return (int)emulator::current_thread(); }
+DEVICE int thread_idx_anew() { return thread_idx(); }
+DEVICE int block_idx_x() { return (int)emulator::current_block().index[0]; }
+DEVICE int block_idx_y() { return (int)emulator::current_block().index[1]; }
+DEVICE int block_idx_z() { return (int)emulator::current_block().index[2]; }
+DEVICE int grid_dim_x() { return (int)emulator::current_block().launch->grid[0]; }
+DEVICE int grid_dim_y() { return (int)emulator::current_block().launch->grid[1]; }
+DEVICE int grid_dim_z() { return (int)emulator::current_block().launch->grid[2]; }
+
+DEVICE u32 shared_base() { return emulator::SHARED_BASE; }
+
+// --- global memory -------------------------------------------------------------------------------------------------
+DEVICE u16 ld_global_u16(const void* ptr, SITE) { return emulator::load_global<u16>(ptr, site); }
+DEVICE u32 ld_global_u32(const void* ptr, SITE) { return emulator::load_global<u32>(ptr, site); }
+DEVICE u64 ld_global_u64(const void* ptr, SITE) { return emulator::load_global<u64>(ptr, site); }
+DEVICE float ld_global_f32(const void* ptr, SITE) { return emulator::load_global<float>(ptr, site); }
+DEVICE u32x2 ld_global_u32x2(const void* ptr, SITE) { return emulator::load_global<u32x2>(ptr, site); }
+DEVICE u32x4 ld_global_u32x4(const void* ptr, SITE) { return emulator::load_global<u32x4>(ptr, site); }
+DEVICE f32x2 ld_global_f32x2(const void* ptr, SITE) { return emulator::load_global<f32x2>(ptr, site); }
+DEVICE f32x4 ld_global_f32x4(const void* ptr, SITE) { return emulator::load_global<f32x4>(ptr, site); }
+DEVICE u32 ld_global_cg_u32(const void* ptr, SITE) { return emulator::load_global_coherent<u32>(ptr, site); }
+DEVICE float ld_global_cg_f32(const void* ptr, SITE) { return emulator::load_global_coherent<float>(ptr, site); }
+DEVICE u32x2 ld_global_cg_u32x2(const void* ptr, SITE) { return emulator::load_global_coherent<u32x2>(ptr, site); }
+DEVICE u32x4 ld_global_cg_u32x4(const void* ptr, SITE) { return emulator::load_global_coherent<u32x4>(ptr, site); }
+DEVICE f32x4 ld_global_cg_f32x4(const void* ptr, SITE) { return emulator::load_global_coherent<f32x4>(ptr, site); }
+DEVICE void st_global_u16(void* ptr, u16 v, SITE) { emulator::store_global(ptr, v, site); }
+DEVICE void st_global_u32(void* ptr, u32 v, SITE) { emulator::store_global(ptr, v, site); }
+DEVICE void st_global_f32(void* ptr, float v, SITE) { emulator::store_global(ptr, v, site); }
+DEVICE void st_global_u32x2(void* ptr, u32x2 v, SITE) { emulator::store_global(ptr, v, site); }
+DEVICE void st_global_u32x4(void* ptr, u32x4 v, SITE) { emulator::store_global(ptr, v, site); }
+DEVICE void st_global_f32x2(void* ptr, f32x2 v, SITE) { emulator::store_global(ptr, v, site); }
+DEVICE void st_global_f32x4(void* ptr, f32x4 v, SITE) { emulator::store_global(ptr, v, site); }
+DEVICE u32 atomic_add_global_u32(u32* ptr, u32 v, SITE) { return emulator::add_global(ptr, v, site); }
+DEVICE void fence_gpu() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+
+// --- shared memory -------------------------------------------------------------------------------------------------
+DEVICE u32 ld_shared_u32(u32 addr, SITE) { return emulator::load_shared<u32>(addr, site); }
+DEVICE u32x2 ld_shared_u32x2(u32 addr, SITE) { return emulator::load_shared<u32x2>(addr, site); }
+DEVICE u32x4 ld_shared_u32x4(u32 addr, SITE) { return emulator::load_shared<u32x4>(addr, site); }
+DEVICE float ld_shared_f32(u32 addr, SITE) { return emulator::load_shared<float>(addr, site); }
+DEVICE f32x2 ld_shared_f32x2(u32 addr, SITE) { return emulator::load_shared<f32x2>(addr, site); }
+DEVICE f32x4 ld_shared_f32x4(u32 addr, SITE) { return emulator::load_shared<f32x4>(addr, site); }
+DEVICE void st_shared_u32(u32 addr, u32 v, SITE) { emulator::store_shared(addr, v, site); }
+DEVICE void st_shared_u32x2(u32 addr, u32x2 v, SITE) { emulator::store_shared(addr, v, site); }
+DEVICE void st_shared_u32x4(u32 addr, u32x4 v, SITE) { emulator::store_shared(addr, v, site); }
+DEVICE void st_shared_f32(u32 addr, float v, SITE) { emulator::store_shared(addr, v, site); }
+DEVICE void st_shared_f32x2(u32 addr, f32x2 v, SITE) { emulator::store_shared(addr, v, site); }
+DEVICE void st_shared_f32x4(u32 addr, f32x4 v, SITE) { emulator::store_shared(addr, v, site); }
+DEVICE u32 atomic_add_shared_u32(u32 addr, u32 v, SITE) { return emulator::add_shared(addr, v, site); }
+
+// --- asynchronous copies, global to shared -------------------------------------------------------------------------
+DEVICE void cp_async_16(u32 dst, const void* src, SITE) { emulator::async_copy(dst, src, 16, site); }
+DEVICE void cp_async_16_zfill(u32 dst, const void* src, u32 src_bytes, SITE) {
+  emulator::async_copy(dst, src, src_bytes, site);
+}
+DEVICE void cp_async_commit(SITE) { emulator::async_commit(site); }
+template <int PENDING>
+DEVICE void cp_async_wait(SITE) {
+  emulator::async_wait(PENDING, site);
+}
+DEVICE void cp_async_wait_all(SITE) {
+  emulator::async_commit(site);
+  emulator::async_wait(0, site);
+}
+DEVICE void cp_async_mbarrier_arrive_noinc(u32 mbar, SITE) { emulator::async_arrive(mbar, site); }
+DEVICE void bulk_copy_g2s(u32 dst, const void* src, u32 bytes, u32 mbar, SITE) {
+  emulator::bulk_copy(dst, src, bytes, mbar, site);
+}
+DEVICE void mbarrier_arrive_expect_tx(u32 mbar, u32 bytes, SITE) { emulator::mbarrier_arrival(mbar, bytes, site); }
+// Changes nothing that a program can see, and hardware ignores an address that does not exist.
+DEVICE void prefetch_l2(const void*) {}
+
+// --- barriers ------------------------------------------------------------------------------------------------------
+DEVICE void block_sync(SITE) { emulator::barrier(emulator::Op::BLOCK_SYNC, 0, 0, site); }
+DEVICE void warp_sync(SITE) { emulator::sync_lanes(site); }
+DEVICE void named_barrier_sync(int id, int threads, SITE) {
+  emulator::barrier(emulator::Op::BARRIER_SYNC, (u32)id, (u32)threads, site);
+}
+DEVICE void named_barrier_arrive(int id, int threads, SITE) {
+  emulator::barrier(emulator::Op::BARRIER_ARRIVE, (u32)id, (u32)threads, site);
+}
+DEVICE void mbarrier_init(u32 mbar, u32 count, SITE) { emulator::mbarrier_create(mbar, count, site); }
+DEVICE void mbarrier_arrive(u32 mbar, SITE) { emulator::mbarrier_arrival(mbar, 0, site); }
+DEVICE bool mbarrier_try_wait(u32 mbar, u32 parity, SITE) {
+  return emulator::mbarrier_attempt(mbar, parity, true, site);
+}
+DEVICE void mbarrier_wait(u32 mbar, u32 parity, SITE) { emulator::mbarrier_attempt(mbar, parity, false, site); }
+
+// --- warp ----------------------------------------------------------------------------------------------------------
+DEVICE u32 shfl_xor_u32(u32 v, int lane_mask, SITE) { return (u32)emulator::shuffle_xor(v, (u32)lane_mask, site); }
+DEVICE float shfl_xor_f32(float v, int lane_mask, SITE) {
+  return emulator::bits_to_f32((u32)emulator::shuffle_xor(emulator::f32_to_bits(v), (u32)lane_mask, site));
+}
+DEVICE u64 shfl_u64(u64 v, int src_lane, SITE) {
+  return emulator::shuffle(emulator::Op::SHUFFLE, v, (u32)src_lane % WARP, site);
+}
+DEVICE u32 shfl_u32(u32 v, int src_lane, SITE) { return (u32)shfl_u64(v, src_lane, site); }
+DEVICE float shfl_f32(float v, int src_lane, SITE) {
+  return emulator::bits_to_f32((u32)shfl_u64(emulator::f32_to_bits(v), src_lane, site));
+}
+DEVICE bool warp_any(bool predicate, SITE) { return emulator::vote(predicate, site) != 0; }
+DEVICE u32 warp_ballot(bool predicate, SITE) { return emulator::vote(predicate, site); }
+
+// --- tensor cores --------------------------------------------------------------------------------------------------
+DEVICE void ldmatrix_x4(u32 (&r)[4], u32 addr, SITE) { emulator::load_matrices(false, r, addr, site); }
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 addr, SITE) { emulator::load_matrices(true, r, addr, site); }
+DEVICE u32 movmatrix(u32 a, SITE) { return emulator::transpose_matrix(a, site); }
+DEVICE void mma_m16n8k16_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, SITE) {
+  emulator::multiply_bf16(c, a, b0, b1, site);
+}
+DEVICE void mma_m16n8k16_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, SITE) {
+  emulator::multiply_f16(c, a, b0, b1, site);
+}
+
+// --- arithmetic ----------------------------------------------------------------------------------------------------
+DEVICE float ex2(float x) { return emulator::flushed(exp2f(emulator::flushed(x))); }
+DEVICE float lg2(float x) { return log2f(emulator::flushed(x)); }
+DEVICE float tanh_f32(float x) { return tanhf(x); }
+DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+DEVICE u32 mul_hi_u32(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+DEVICE float as_f32(u32 bits) { return emulator::bits_to_f32(bits); }
+DEVICE u32 as_u32(float v) { return emulator::f32_to_bits(v); }
+DEVICE u32 pack_bf16x2(float lo, float hi) {
+  return emulator::round_to_bf16(lo) | (u32)emulator::round_to_bf16(hi) << 16;
+}
+DEVICE u32 pack_f16x2(float lo, float hi) { return emulator::round_to_f16(lo) | (u32)emulator::round_to_f16(hi) << 16; }
+DEVICE float f16_to_f32(u16 v) { return emulator::f16_value(v); }
+DEVICE float bf16_to_f32(u16 v) { return emulator::bf16_value(v); }
+
+// --- dependent launch ----------------------------------------------------------------------------------------------
+// The emulator runs one kernel after the other.
+DEVICE void launch_dependents() {}
+DEVICE void wait_prerequisites() {}

@@ -1,0 +1,368 @@
+// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head) of one request over one split of
+// its KV, and reads every KV row once for all of them.
+//
+// Grid:   x = ceil(max_q_len * H / 16) row tiles, y = split, z = request. Block: 128 * KV_GROUPS threads.
+// Shared: KV_GROUPS * (STAGES * 18,432 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
+// Idea:   four warps share the 16 rows of a KV group; each owns 128 latent and 16 rope columns, 288 bytes of a KV row. Those
+//         columns are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes that
+//         it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps add their
+//         partial scores through shared memory. Two KV groups (or two blocks on an SM) take turns and hide each other's latency.
+// Source: the online softmax over KV tiles of FlashAttention (arXiv:2205.14135), split over KV as in Flash-Decoding.
+#include "mma.cuh"
+
+constexpr int COLUMN_WARPS = 4;
+constexpr int WARPS = KV_GROUPS * COLUMN_WARPS;
+constexpr int THREADS = WARPS * WARP;
+constexpr int MIN_BLOCKS = KV_GROUPS == 1 ? 2 : 1;
+
+// A warp's slice of a KV row, and of a q row.
+constexpr int LATENT_BYTES = DL / COLUMN_WARPS * 2;
+constexpr int ROPE_BYTES = DR / COLUMN_WARPS * 2;
+constexpr int PITCH = LATENT_BYTES + ROPE_BYTES;
+constexpr int K_STEPS = PITCH / 32;         // products of 16 dims in the warp's part of q K
+constexpr int V_STEPS = LATENT_BYTES / 32;  // 16-column pieces of its part of P V
+constexpr int O_TILES = V_STEPS * 2;
+constexpr int FINAL_TILES = O_TILES / KV_GROUPS;  // of them, those that a warp stores
+constexpr int K_AHEAD = 2, V_AHEAD = 2;           // ldmatrix in flight before the product that uses the first
+
+static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of their columns");
+static_assert(STAGES >= 2, "one tile is read while the next one is copied");
+static_assert(EXCHANGE_BUFFERS == 1 || EXCHANGE_BUFFERS == 2, "one buffer costs a second barrier a tile");
+
+struct Smem {
+  static constexpr u32 STAGE_BYTES = TILE * PITCH;
+  static constexpr u32 RING_BYTES = STAGES * STAGE_BYTES;
+  static constexpr u32 SCORE_BYTES = WARP * 16;        // 16 x 8 scores, four a lane
+  static constexpr u32 SCORES_BYTES = 2 * SCORE_BYTES;  // a warp's 16 x 16
+  static constexpr u32 BUFFER_BYTES = WARPS * SCORES_BYTES;
+  static constexpr u32 RINGS = 0;                            // [WARPS][STAGES][16][PITCH] KV slices; before them q, after them o
+  static constexpr u32 EXCHANGE = RINGS + WARPS * RING_BYTES;  // float32 [EXCHANGE_BUFFERS][WARPS][2][32][4] partial scores
+  static constexpr u32 BYTES = EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;
+};
+static_assert((FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES, "half of o and the softmax state fit a warp's ring");
+
+// A slice in shared memory: rows of PITCH bytes, in which the 16-byte chunk c of row r lies at c ^ (r / 4 % 2). PITCH is 8
+// banks modulo 32, so that rows 0-3 and, moved by a chunk, rows 4-7 of an ldmatrix phase hit all 32 banks.
+DEVICE u32 slice_offset(int row, int chunk) { return row * PITCH + (chunk ^ (row >> 2 & 1)) * 16; }
+
+struct Warp {
+  int lane, group, column;  // column: which of the COLUMN_WARPS slices
+  u32 ring;
+  u32 keys, values;  // the lane's ldmatrix rows in stage 0: for K as the B operand; for V, transposed, and for q as the A operand
+  u32 scores;        // the lane's place in exchange buffer 0, column warp 0 of the group
+};
+
+DEVICE Warp locate(u32 smem) {
+  Warp w;
+  w.lane = lane_idx();
+  w.group = warp_idx() / COLUMN_WARPS;
+  w.column = warp_idx() % COLUMN_WARPS;
+  w.ring = smem + Smem::RINGS + warp_idx() * Smem::RING_BYTES;
+  w.keys = w.ring + slice_offset(w.lane % 8 + w.lane / 16 * 8, w.lane / 8 % 2);
+  w.values = w.ring + slice_offset(w.lane % 16, w.lane / 16);
+  w.scores = smem + Smem::EXCHANGE + w.group * COLUMN_WARPS * Smem::SCORES_BYTES + w.lane * 16;
+  return w;
+}
+
+// The barrier of the group's four warps.
+DEVICE void group_sync(const Warp& w) { named_barrier_sync(1 + w.group, COLUMN_WARPS * WARP); }
+
+// --- copies --------------------------------------------------------------------------------------------------------
+
+// Starts the copies of the warp's slice of 16 rows. Lanes l and l + 16 hold the addresses of row l; without ALL a null row is
+// not read and becomes zeros.
+template <bool ALL>
+DEVICE void copy_slice(const Warp& w, u32 stage, KvRow row) {
+  constexpr int LANES = 8;  // that copy the latent half of a row, 128 bytes at once
+  const u32 even = stage + slice_offset(w.lane / LANES, w.lane % LANES);  // rows 0-3 and 8-11
+  const u32 odd = stage + slice_offset(w.lane / LANES + 4, w.lane % LANES) - 4 * PITCH;
+#pragma unroll
+  for (int i = 0; i < TILE * LANES / WARP; i++) {
+    const u64 base = shfl_u64((u64)row.c, i * (WARP / LANES) + w.lane / LANES);
+    const u8* src = (const u8*)base + w.column * LATENT_BYTES + w.lane % LANES * 16;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const u32 dst = (i % 2 ? odd : even) + i * (WARP / LANES) * PITCH + half * 128;
+      if constexpr (ALL) cp_async_16(dst, src + half * 128);
+      else cp_async_16_zfill(dst, src + half * 128, base ? 16 : 0);
+    }
+  }
+  const u64 base = shfl_u64((u64)row.pe, w.lane / 2);
+  const u8* src = (const u8*)base + w.column * ROPE_BYTES + w.lane % 2 * 16;
+  const u32 dst = stage + slice_offset(w.lane / 2, LATENT_BYTES / 16 + w.lane % 2);
+  if constexpr (ALL) cp_async_16(dst, src);
+  else cp_async_16_zfill(dst, src, base ? 16 : 0);
+}
+
+DEVICE void copy_q(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, u32 stage) {
+  const int row = rows.first + w.lane % TILE;
+  const int token = row / p.num_heads, head = row - token * p.num_heads;
+  KvRow q = {nullptr, nullptr};
+  if (row < rows.end) q = {q_nope_row(p, r.q_begin + token, head), q_pe_row(p, r.q_begin + token, head)};
+  copy_slice<false>(w, stage, q);
+}
+
+// Where a group's tiles come from, and how far its copies are.
+struct Source {
+  const u8* ids;     // the request's page ids
+  int cached;        // tokens before this one lie in the cache; the rest are rows of new_kv_c and new_k_pe
+  int tile, end;     // next tile to copy; the split's tiles end here
+  int first_masked;  // every row sees all tokens of the tiles before this one, and the cache holds them
+  u32 id;            // page of the lane's token in the next tile: it is loaded one copy before it is used
+};
+
+DEVICE int token_of(const Source& s, const Warp& w) { return s.tile * TILE + w.lane % TILE; }
+
+// The low word of a 64-bit id is enough: pools have fewer than 2^32 pages.
+DEVICE void fetch_id(const VerifyParams& p, const Warp& w, Source& s) {
+  const int token = token_of(s, w);
+  s.id = 0;
+  if (s.tile < s.end && token < s.cached) s.id = ld_global_u32(s.ids + (u64)page_of(p, token) * (p.wide_ids ? 8 : 4));
+}
+
+DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, const Warp& w) {
+  Source s;
+  s.ids = (const u8*)p.page_ids + r.id_begin * (p.wide_ids ? 8 : 4);
+  s.cached = NEW_KV ? r.kv_len - r.q_len : r.kv_len;
+  s.tile = tiles.begin + w.group;
+  s.end = tiles.end;
+  s.first_masked = first_masked_tile(p, r, rows);
+  if (NEW_KV) s.first_masked = min_int(s.first_masked, max_int(s.cached, 0) / TILE);
+  fetch_id(p, w, s);
+  return s;
+}
+
+DEVICE KvRow cached_row(const VerifyParams& p, u32 id, int token) {
+  const u32 slot = token - page_of(p, token) * p.page_size;
+  return {element_ptr<KV_DTYPE>(p.kv_c, id * p.kv_c_stride_page + slot * p.kv_c_stride_token),
+          element_ptr<KV_DTYPE>(p.k_pe, id * p.k_pe_stride_page + slot * p.k_pe_stride_token)};
+}
+
+DEVICE KvRow new_row(const VerifyParams& p, const Request& r, int token) {
+  const i64 row = r.q_begin + token - (r.kv_len - r.q_len);
+  return {element_ptr<KV_DTYPE>(p.new_kv_c, row * p.new_kv_c_stride),
+          element_ptr<KV_DTYPE>(p.new_k_pe, row * p.new_k_pe_stride)};
+}
+
+// Some row of the block sees the token. Others become zeros: their weight is 0, but 0 times a NaN is not.
+DEVICE bool is_seen(const VerifyParams& p, const Request& r, const RowTile& rows, int token) {
+  if (token >= visible_end(p, r, rows.q_last)) return false;
+  for (int q = rows.q_first; q <= rows.q_last; q++)
+    if (is_visible(p, r, q, token)) return true;
+  return false;
+}
+
+// Only tiles at the end of what the rows see come here, so the request is read again instead of kept in registers.
+DEVICE void copy_masked_tile(const VerifyParams& p, const Warp& w, const Source& s, u32 stage) {
+  const Request r = load_request(p, block_idx_z());
+  const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
+  const int token = token_of(s, w);
+  KvRow row = {nullptr, nullptr};
+  if (is_seen(p, r, rows, token)) row = NEW_KV && token >= s.cached ? new_row(p, r, token) : cached_row(p, s.id, token);
+  copy_slice<false>(w, stage, row);
+}
+
+// Copies the group's next tile into `stage`. Past the end it copies nothing, but still closes a cp.async group: the waits count
+// groups.
+DEVICE void copy_tile(const VerifyParams& p, const Warp& w, Source& s, u32 stage) {
+  if (s.tile < min_int(s.end, s.first_masked)) copy_slice<true>(w, stage, cached_row(p, s.id, token_of(s, w)));
+  else if (s.tile < s.end) copy_masked_tile(p, w, s, stage);
+  cp_async_commit();
+  s.tile += KV_GROUPS;
+  fetch_id(p, w, s);
+}
+
+// --- one tile ------------------------------------------------------------------------------------------------------
+
+// The warp's part of q K^T: 16 rows x 16 tokens, over its 144 dims.
+DEVICE void partial_scores(const u32 (&q)[K_STEPS][4], u32 keys, float (&s)[2][4]) {
+  float sums[2][2][4] = {};  // two chains: an mma waits long for the one before it
+  u32 k[K_AHEAD + 1][4];
+#pragma unroll
+  for (int i = 0; i < K_AHEAD; i++) ldmatrix_x4(k[i], keys + i * 32);
+#pragma unroll
+  for (int i = 0; i < K_STEPS; i++) {
+    if (i + K_AHEAD < K_STEPS) ldmatrix_x4(k[(i + K_AHEAD) % (K_AHEAD + 1)], keys + (i + K_AHEAD) * 32);
+    const u32(&b)[4] = k[i % (K_AHEAD + 1)];
+    mma_16x8x16(sums[i % 2][0], q[i], b[0], b[1]);
+    mma_16x8x16(sums[i % 2][1], q[i], b[2], b[3]);
+  }
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) s[n][e] = sums[0][n][e] + sums[1][n][e];
+}
+
+DEVICE void publish_scores(const Warp& w, u32 buffer, const float (&s)[2][4]) {
+  // Orders the group's reads of the scores of the tile before, in this same buffer, before the writes below. With two buffers
+  // the barrier of that tile already did: whoever passed it had read the tile before that one.
+  if constexpr (EXCHANGE_BUFFERS == 1) group_sync(w);
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+    st_shared_f32x4(w.scores + buffer + w.column * Smem::SCORES_BYTES + n * Smem::SCORE_BYTES, {s[n][0], s[n][1], s[n][2], s[n][3]});
+}
+
+DEVICE void add_scores(const Warp& w, u32 buffer, float (&s)[2][4]) {
+  group_sync(w);  // orders the partial scores' writes before the reads of all four warps
+#pragma unroll
+  for (int c = 1; c < COLUMN_WARPS; c++)
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const u32 other = (w.column + c) % COLUMN_WARPS;
+      const f32x4 v = ld_shared_f32x4(w.scores + buffer + other * Smem::SCORES_BYTES + n * Smem::SCORE_BYTES);
+      s[n][0] += v.x;
+      s[n][1] += v.y;
+      s[n][2] += v.z;
+      s[n][3] += v.w;
+    }
+}
+
+// The request is read again for the same reason as in copy_masked_tile().
+DEVICE void mask_tile(const VerifyParams& p, const Warp& w, int tile, float (&s)[2][4]) {
+  const Request r = load_request(p, block_idx_z());
+  const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
+  u32 bits[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int q = r.q_begin + (rows.first + w.lane / 4 + 8 * h) / p.num_heads;
+    bits[h] = visible_bits(p, r, min_int(q, rows.q_last), tile * TILE);
+  }
+  mask_scores(s, bits);
+}
+
+// The first values, read before the scores are complete.
+DEVICE void first_values(u32 values, u32 (&v)[V_AHEAD + 1][4]) {
+#pragma unroll
+  for (int i = 0; i < V_AHEAD; i++) ldmatrix_x4_trans(v[i], values + i * 32);
+}
+
+// o += weights (16 rows x 16 tokens) x V (16 tokens x the warp's 128 columns).
+DEVICE void add_values(const u32 (&weights)[4], u32 values, u32 (&v)[V_AHEAD + 1][4], float (&o)[O_TILES][4]) {
+#pragma unroll
+  for (int i = 0; i < V_STEPS; i++) {
+    if (i + V_AHEAD < V_STEPS) ldmatrix_x4_trans(v[(i + V_AHEAD) % (V_AHEAD + 1)], values + (i + V_AHEAD) * 32);
+    const u32(&b)[4] = v[i % (V_AHEAD + 1)];
+    mma_16x8x16(o[2 * i], weights, b[0], b[1]);
+    mma_16x8x16(o[2 * i + 1], weights, b[2], b[3]);
+  }
+}
+
+// --- the end -------------------------------------------------------------------------------------------------------
+
+// Half of o and the softmax state of a group, for the other group, in the ring of each warp: only that warp reads its ring, and it
+// has read all of it.
+DEVICE void send_half(const Warp& w, const Softmax& softmax, const float (&o)[O_TILES][4]) {
+  const u32 mine = w.ring + w.lane * 16;
+#pragma unroll
+  for (int i = 0; i < FINAL_TILES; i++) {
+    const float(&sent)[4] = o[i + FINAL_TILES], (&kept)[4] = o[i];
+    const bool lower = w.group;  // group 0 keeps its lower half, group 1 its upper one
+    st_shared_f32x4(mine + i * Smem::SCORE_BYTES, {lower ? kept[0] : sent[0], lower ? kept[1] : sent[1],
+                                                   lower ? kept[2] : sent[2], lower ? kept[3] : sent[3]});
+  }
+  st_shared_f32x4(mine + FINAL_TILES * Smem::SCORE_BYTES,
+                  {softmax.base[0], softmax.sum[0], softmax.base[1], softmax.sum[1]});
+}
+
+// Adds what the other group sent to the half that this one kept.
+DEVICE void merge_half(const Warp& w, Softmax& softmax, const float (&o)[O_TILES][4], float (&merged)[FINAL_TILES][4]) {
+  const u32 other = w.ring + (w.group ? -1 : 1) * COLUMN_WARPS * (int)Smem::RING_BYTES + w.lane * 16;
+  const f32x4 state = ld_shared_f32x4(other + FINAL_TILES * Smem::SCORE_BYTES);
+  const float other_base[2] = {state.x, state.z}, other_sum[2] = {state.y, state.w};
+  float own_factor[2], other_factor[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float base = max_f32(softmax.base[h], other_base[h]);
+    own_factor[h] = ex2(softmax.base[h] - finite_base(base));
+    other_factor[h] = ex2(other_base[h] - finite_base(base));
+    softmax.base[h] = base;
+    softmax.sum[h] = softmax.sum[h] * own_factor[h] + other_sum[h] * other_factor[h];
+  }
+#pragma unroll
+  for (int i = 0; i < FINAL_TILES; i++) {
+    const f32x4 v = ld_shared_f32x4(other + i * Smem::SCORE_BYTES);
+    const float received[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float own = w.group ? o[i + FINAL_TILES][e] : o[i][e];
+      merged[i][e] = own * own_factor[e / 2] + received[e] * other_factor[e / 2];
+    }
+  }
+}
+
+// The request is read again rather than kept in registers through the loop.
+DEVICE void store(const VerifyParams& p, const Warp& w, Softmax& softmax, const float (&o)[O_TILES][4]) {
+  const Request r = load_request(p, block_idx_z());
+  const int first = block_idx_x() * TILE, end = r.q_len * p.num_heads;
+  const int column = w.column * (DL / COLUMN_WARPS) + w.group * FINAL_TILES * 8;
+  if constexpr (KV_GROUPS == 1) {
+    store_results(p, r, first, end, column, softmax, o);
+  } else {
+    float merged[FINAL_TILES][4];
+    send_half(w, softmax, o);
+    block_sync();  // orders the writes of send_half() before the other group's reads of them
+    merge_half(w, softmax, o, merged);
+    store_results(p, r, first, end, column, softmax, merged);
+  }
+}
+
+// --- the kernel ----------------------------------------------------------------------------------------------------
+
+// Fills the ring, all stages but the last at first: q passes through that one.
+DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& source, u32 (&q)[K_STEPS][4]) {
+  const u32 last = (STAGES - 1) * Smem::STAGE_BYTES;
+  copy_q(p, r, rows, w, w.ring + last);
+  cp_async_commit();
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) copy_tile(p, w, source, w.ring + i * Smem::STAGE_BYTES);
+  cp_async_wait<STAGES - 1>();
+  warp_sync();  // orders all lanes' copies of q, which have landed, before the reads
+#pragma unroll
+  for (int i = 0; i < K_STEPS; i++) {
+    ldmatrix_x4(q[i], w.values + last + i * 32);
+#pragma unroll
+    for (int j = 0; j < 4; j++) q[i][j] = fold_scale_sign(p, q[i][j]);
+  }
+  warp_sync();  // orders all lanes' reads of q before the copies that overwrite it
+  copy_tile(p, w, source, w.ring + last);
+}
+
+KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
+  const Request r = load_request(p, block_idx_z());
+  store_padding<THREADS>(p, r);
+  const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
+  if (rows.end <= rows.first) return;
+  const TileRange tiles = split_tiles(p, r, rows, block_idx_y());
+  if (tiles.begin == tiles.end) return store_empty<THREADS>(p, r, rows.first, rows.end);
+
+  const Warp w = locate(shared_base());
+  Source source = make_source(p, r, rows, tiles, w);
+  u32 q[K_STEPS][4];
+  start(p, r, rows, w, source, q);
+
+  Softmax softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
+  float o[O_TILES][4] = {};
+  u32 stage = 0, buffer = 0;
+#pragma unroll 1
+  for (int tile = tiles.begin + w.group; tile < tiles.end; tile += KV_GROUPS) {
+    cp_async_wait<STAGES - 1>();
+    warp_sync();  // orders all lanes' copies of this tile, which have landed, before the reads
+    float s[2][4];
+    partial_scores(q, w.keys + stage, s);
+    publish_scores(w, buffer, s);
+    u32 v[V_AHEAD + 1][4];
+    first_values(w.values + stage, v);
+    add_scores(w, buffer, s);
+    soft_cap(p, s);
+    if (tile >= source.first_masked) mask_tile(p, w, tile, s);
+    u32 weights[4];
+    softmax_tile(s, exponent_scale(p), softmax, o, weights);
+    add_values(weights, w.values + stage, v, o);
+    warp_sync();  // orders all lanes' reads of this tile before the copies that overwrite it
+    copy_tile(p, w, source, w.ring + stage);
+    stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
+    if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
+  }
+  store(p, w, softmax, o);
+  launch_dependents();
+}

@@ -1,0 +1,134 @@
+"""``mlaflash check``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from mlaflash.commands import render
+from mlaflash.commands.options import (
+    DTYPES,
+    FAILED,
+    as_options,
+    axis_options,
+    device_option,
+    given_axes,
+    json_option,
+)
+from mlaflash.commands.render import Column
+from mlaflash.lab import check as lab
+from mlaflash.lab.inputs import Case
+from mlaflash.lab.presets import PRESETS, cases
+from mlaflash.lab.target import Target, select_target
+
+_COLUMNS = (
+    Column("kernel", "left"),
+    Column("case", "left", fold=True),
+    Column("max abs"),
+    Column("max rel"),
+    Column("tolerance"),
+    Column("", "left"),
+)
+
+
+@click.command()
+@click.option(
+    "--preset",
+    type=click.Choice(tuple(PRESETS)),
+    default=next(iter(PRESETS)),
+    show_default=True,
+    help="Problems to run; fewer and shorter ones on the emulator.",
+)
+@click.option(
+    "--kernel", "kernels", type=click.Choice(lab.CHECKED), multiple=True, help="Kernel to run (repeatable; default all)."
+)
+@click.option(
+    "--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Element type (repeatable; default all)."
+)
+@click.option("--case", "names", metavar="NAME", multiple=True, help="Problem of the preset (repeatable; default all).")
+@axis_options(several=False)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
+@device_option
+@json_option("one JSON document")
+def check(
+    preset: str,
+    kernels: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    names: tuple[str, ...],
+    seed: int,
+    device: str,
+    as_json: bool,
+    **constants: Any,
+) -> None:
+    """Hold every kernel against the oracle.
+
+    Runs on the GPU when there is one, else on the emulator, and says which. A row `combine` is the kernel tile with its
+    KV split, whose parts combine merges. Errors are relative to the element, or to the root mean square of its row where
+    that is larger.
+    """
+    started = time.perf_counter()
+    target, reason = select_target(device)
+    axes = given_axes(constants)
+    labels = lab.labels(kernels, axes.get("nsplit"))
+    selected = lab.select(cases(preset, target.kind), dtypes, names)
+    say = render.note if as_json else render.paragraph
+    say(_where(target, preset, selected, reason))
+    results: list[lab.CheckResult] = []
+    with render.progress() as progress:
+        for result in lab.check(target, selected, kernels=labels, constants=axes, seed=seed, progress=progress):
+            if isinstance(result, lab.Skip):
+                render.note(f"skipped {result.kernel} on {result.case}: {result.reason}")
+            else:
+                results.append(result)
+
+    idle = [label for label in labels if label not in {result.kernel for result in results}]
+    failed = [result for result in results if not result.passed]
+    passed = not failed and not idle
+    if as_json:
+        render.document({"device": target.name, "passed": passed, "results": [r.as_dict() for r in results]})
+    else:
+        render.table(_COLUMNS, [_row(result) for result in results])
+    for result in failed:
+        say(f"FAIL {result.kernel} on {result.case}: {_why(result)}")
+        repeat = {"preset": preset, "case": result.case, "kernel": result.kernel, "seed": seed, "device": target.kind}
+        say(f"  repeat with: mlaflash check {as_options(repeat | axes)}")
+    for label in idle:
+        say(f"FAIL {label}: it ran no problem of this selection")
+    seconds = time.perf_counter() - started
+    say(
+        f"{'passed' if passed else 'FAILED'}: {len(results) - len(failed)} of {len(results)} results are right "
+        f"({target.name}, {seconds:.1f} s)"
+    )
+    if not passed:
+        sys.exit(FAILED)
+
+
+def _where(target: Target, preset: str, selected: Sequence[Case], reason: str) -> str:
+    longest = max(max(case.kv_lens, default=0) for case in selected)
+    if target.kind == "gpu":
+        return f"{preset} on {target.name} ({target.device.arch}), contexts up to {longest} tokens"
+    why = f" ({reason})" if reason else ""
+    return (
+        f"{preset} on the emulator{why}: the GPU's kernels on this CPU, with the limits of {target.device.arch} and "
+        f"contexts up to {longest} tokens; contexts of 4 k and more run on a GPU"
+    )
+
+
+def _row(result: lab.CheckResult) -> tuple[str, ...]:
+    found = result.comparison
+    return (
+        result.kernel,
+        result.case,
+        f"{found.max_abs:.1e}" if found else "-",
+        f"{found.max_rel:.1e}" if found else "-",
+        f"{result.tolerance:.1e}",
+        "ok" if result.passed else "FAIL",
+    )
+
+
+def _why(result: lab.CheckResult) -> str:
+    return lab.describe(result.comparison) if result.comparison else result.error

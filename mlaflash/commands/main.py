@@ -1,0 +1,41 @@
+"""The command ``mlaflash``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import mlaflash
+from mlaflash.commands import render
+from mlaflash.commands.cache import cache
+from mlaflash.commands.check import check
+from mlaflash.commands.compile import compile_
+from mlaflash.commands.info import info
+from mlaflash.commands.options import exit_status
+from mlaflash.commands.sweep import sweep
+from mlaflash.errors import MlaFlashError
+
+
+class _Group(click.Group):
+    """Turns the library's exceptions into a message on stderr and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MlaFlashError as error:
+            render.error(str(error))
+            ctx.exit(exit_status(error))
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(mlaflash.__version__, prog_name="mlaflash")
+def main() -> None:
+    """MLA verify attention: check, sweep and compile its CUDA kernels.
+
+    Exit status: 0 passed, 1 wrong numbers or failed, 2 usage, 3 no GPU where one was asked for.
+    """
+
+
+for _command in (check, sweep, compile_, info, cache):
+    main.add_command(_command)

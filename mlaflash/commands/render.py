@@ -1,0 +1,196 @@
+"""All that the command line prints: results to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+_STYLES: Final = {
+    "ok": "green",
+    "FAIL": "bold red",
+    "wrong": "bold red",
+    "compile_failed": "bold red",
+    "launch_failed": "bold red",
+    "invalid": "yellow",
+    "skipped": "yellow",
+}
+_GAP: Final = 2
+_LEAST_FOLDED: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes
+    ----------
+    title : str
+    align : {"left", "right"}
+    fold : bool
+        Whether its cells may go over several lines where the terminal is narrow.
+    """
+
+    title: str
+    align: Literal["left", "right"] = "right"
+    fold: bool = False
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; where the terminal is too narrow for one, a few lines for each row.
+
+    Parameters
+    ----------
+    columns : sequence of Column
+    rows : sequence of sequence of str
+    """
+    console = _stdout()
+    widths = [max([len(column.title), *(len(row[i]) for row in rows)]) for i, column in enumerate(columns)]
+    least = [
+        min(width, _LEAST_FOLDED) if column.fold else width for column, width in zip(columns, widths, strict=True)
+    ]
+    if sum(least) + _GAP * (len(columns) - 1) > console.width:
+        for row in rows:
+            _stacked(console, columns, row)
+        return
+    grid = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for column in columns:
+        grid.add_column(column.title, justify=column.align, no_wrap=not column.fold, overflow="fold")
+    for row in rows:
+        grid.add_row(*(_cell(text) for text in row))
+    console.print(grid)
+
+
+def _stacked(console: Console, columns: Sequence[Column], row: Sequence[str]) -> None:
+    heads = [text for column, text in zip(columns, row, strict=True) if column.fold or text in _STYLES]
+    others = [
+        f"{column.title} {text}"
+        for column, text in zip(columns, row, strict=True)
+        if not column.fold and text not in _STYLES and text
+    ]
+    for line in textwrap.wrap("  ".join(heads), console.width, subsequent_indent="  "):
+        console.print(_cell(line), soft_wrap=True)
+    # A no-break space keeps a name and its value on one line.
+    pairs = "  ".join(pair.replace(" ", "\N{NO-BREAK SPACE}") for pair in others)
+    indent = "  " if heads else ""
+    for line in textwrap.wrap(pairs, console.width, initial_indent=indent, subsequent_indent="  "):
+        console.print(Text(line.replace("\N{NO-BREAK SPACE}", " ")), soft_wrap=True)
+
+
+def _cell(text: str) -> Text:
+    cell = Text(text, style=_STYLES.get(text, ""))
+    if not cell.style:
+        for word in text.split():
+            if word in _STYLES:
+                cell.highlight_words([word], _STYLES[word])
+    return cell
+
+
+def line(text: str = "") -> None:
+    """Print a line of the result."""
+    _print(_stdout(), text)
+
+
+def document(value: Any) -> None:
+    """Print one JSON document.
+
+    Parameters
+    ----------
+    value : Any
+        What JSON holds; a number that is not finite is a defect of the caller.
+    """
+    _print(_stdout(), json.dumps(value, indent=2, allow_nan=False))
+
+
+def note(text: str) -> None:
+    """Print a line that is no result."""
+    _print(_stderr(), text)
+
+
+def error(text: str) -> None:
+    """Print why a command failed."""
+    _print(_stderr(), f"error: {text}", "bold red")
+
+
+def facts(values: Mapping[str, str]) -> None:
+    """Print names and values, one pair a line.
+
+    Parameters
+    ----------
+    values : mapping of str to str
+    """
+    console = _stdout()
+    width = max(map(len, values), default=0)
+    for name, value in values.items():
+        _print(console, f"{name:<{width}}  {value}" if value else name)
+
+
+def paragraph(text: str) -> None:
+    """Print a result in words, wrapped between words."""
+    for wrapped in textwrap.wrap(text, _stdout().width, break_long_words=False, break_on_hyphens=False):
+        line(wrapped)
+
+
+Progressed = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and of how much."""
+
+
+@contextmanager
+def progress() -> Iterator[Progressed]:
+    """Show on stderr how far something is: a bar on a terminal, else one line for each thing that is begun.
+
+    Yields
+    ------
+    callable
+        To be told what is being done, how many are done, and of how many.
+    """
+    console = _stderr()
+    if not console.is_terminal:
+        announced: set[str] = set()
+
+        def announce(what: str, done: int, total: int) -> None:
+            if total and what not in announced:
+                announced.add(what)
+                _print(console, f"{what}: {total} to do")
+
+        yield announce
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    tasks: dict[str, TaskID] = {}
+
+    def update(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            for earlier in tasks.values():
+                bar.update(earlier, visible=False)
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=done, total=total)
+
+    with bar:
+        yield update
+
+
+def _print(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def _stdout() -> Console:
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)

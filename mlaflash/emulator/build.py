@@ -1,0 +1,277 @@
+"""Kernels as shared libraries: the same `.cu` files, compiled by the host's C++ compiler.
+
+A library is found by a digest of everything that the compiler sees, in this process's memory, then
+in the cache on disk, else it is compiled.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlaflash.errors import CacheMissError, CompileError, MissingDependencyError
+from mlaflash.jit import sources
+from mlaflash.jit.cache import make_key, open_cache
+from mlaflash.settings import settings
+
+SUFFIX = ".so"
+COMPILERS = ("c++", "g++", "clang++")
+OPTIONS = (
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-O1",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-math-errno",
+    # A kernel sees one memory through many types, as it may on a GPU.
+    "-fno-strict-aliasing",
+    # The same results whether or not the host has a fused multiply-add.
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-Wno-pass-failed",
+    "-DMLAFLASH_EMULATOR",
+)
+
+_log = logging.getLogger("mlaflash")
+_state_lock = threading.Lock()
+_libraries: dict[str, ctypes.CDLL] = {}
+_key_locks: dict[str, threading.Lock] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledLibrary:
+    """A kernel that the host compiler has compiled.
+
+    Parameters
+    ----------
+    payload : bytes
+        The shared library.
+    log : str
+        Warnings; empty where there are none.
+    seconds : float
+        Time that the compiler took.
+    """
+
+    payload: bytes = field(repr=False)
+    log: str
+    seconds: float
+
+
+def find_compiler() -> tuple[str, ...]:
+    """Find the host's C++ compiler.
+
+    Returns
+    -------
+    tuple of str
+        The command: ``$CXX`` where it is set, with its own options, else the first of `COMPILERS`.
+
+    Raises
+    ------
+    MissingDependencyError
+        There is none.
+    """
+    configured = settings().cxx
+    if configured is not None:
+        command = tuple(shlex.split(configured))
+        if command and shutil.which(command[0]):
+            return command
+        raise MissingDependencyError(
+            f"CXX is {configured!r}, which is no program that can be run. The emulator needs a C++17 compiler: "
+            "unset CXX or name one; on Debian, apt-get install g++ (or clang) brings one."
+        )
+    for name in COMPILERS:
+        if shutil.which(name):
+            return (name,)
+    raise MissingDependencyError(
+        f"no C++ compiler was found: looked for CXX, {', '.join(COMPILERS)}. The emulator compiles the kernels for "
+        "the CPU: on Debian, apt-get install g++ (or clang)."
+    )
+
+
+def source_path(kernel: str | Path) -> Path:
+    """Return the file of a kernel.
+
+    Parameters
+    ----------
+    kernel : str or Path
+        Name of one of the library's kernels, or a path to any other ``.cu`` file.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no such kernel.
+    """
+    return kernel if isinstance(kernel, Path) else sources.read(kernel).path
+
+
+def compile_library(
+    kernel: str | Path, defines: Mapping[str, int], *, options: Sequence[str] = ()
+) -> CompiledLibrary:
+    """Compile a kernel for the CPU, whatever caches hold.
+
+    Parameters
+    ----------
+    kernel : str or Path
+        Name of one of the library's kernels, or a path to any other ``.cu`` file.
+    defines : mapping of str to int
+        ``{"HT": 8}`` becomes ``-DMLAFLASH_HT=8``.
+    options : sequence of str
+        More options for the compiler.
+
+    Returns
+    -------
+    CompiledLibrary
+
+    Raises
+    ------
+    UnsupportedError
+        The kernel is unknown.
+    MissingDependencyError
+        There is no C++ compiler.
+    CompileError
+        The compiler refused the source.
+    """
+    path = source_path(kernel)
+    root = sources.kernel_root()
+    arguments = (*find_compiler(), *_options(defines), *options)
+    placed = (f"-fmacro-prefix-map={root}=kernels", f"-I{root / 'include'}")
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="mlaflash-") as folder:
+        library = Path(folder) / f"kernel{SUFFIX}"
+        result = subprocess.run(
+            [*arguments, *placed, "-o", str(library), str(path)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        seconds = time.perf_counter() - started
+        log = result.stdout + result.stderr
+        if result.returncode or not library.is_file():
+            raise CompileError(
+                f"{arguments[0]} refused kernel {path.stem!r} (exit status {result.returncode}).",
+                kernel=path.stem,
+                defines=defines,
+                arch="host",
+                options=arguments,
+                log=log,
+                source_path=path,
+            )
+        return CompiledLibrary(library.read_bytes(), log, seconds)
+
+
+def load_library(kernel: str | Path, defines: Mapping[str, int]) -> ctypes.CDLL:
+    """Load a kernel's library; compile it unless this process or the cache on disk has it.
+
+    Parameters
+    ----------
+    kernel : str or Path
+        Name of one of the library's kernels, or a path to any other ``.cu`` file.
+    defines : mapping of str to int
+        ``{"HT": 8}`` becomes ``-DMLAFLASH_HT=8``.
+
+    Returns
+    -------
+    ctypes.CDLL
+
+    Raises
+    ------
+    UnsupportedError
+        The kernel is unknown.
+    MissingDependencyError
+        There is no C++ compiler.
+    CompileError
+        The compiler refused the source.
+    CacheMissError
+        ``MLAFLASH_DISABLE_JIT`` is set and the library is not in the cache.
+    InvalidArgumentError
+        The cache folder is a file.
+    """
+    path = source_path(kernel)
+    constants = "".join(f"-{name.lower()}{value}" for name, value in sorted(defines.items()))
+    command = find_compiler()
+    key = make_key(
+        f"{path.stem}{constants}-host",
+        {
+            "kernel": path.stem,
+            "sources": _digest(path),
+            "options": _options(defines),
+            "compiler": [*command, _version(command)],
+            "machine": platform.machine(),
+        },
+    )
+    with _state_lock:
+        key_lock = _key_locks.setdefault(key, threading.Lock())
+    with key_lock:
+        if key not in _libraries:
+            _libraries[key] = _load(key, path, kernel, defines)
+        return _libraries[key]
+
+
+def _load(key: str, path: Path, kernel: str | Path, defines: Mapping[str, int]) -> ctypes.CDLL:
+    cache = open_cache(suffix=SUFFIX)
+    if cache and cache.get(key) is not None:
+        try:
+            return ctypes.CDLL(str(cache.payload_path(key)))
+        except OSError as error:
+            # Whole, and yet this machine cannot load it (another libc, a folder mounted noexec).
+            _log.info("cannot load %s (%s)", cache.payload_path(key), error)
+    if settings().disable_jit:
+        raise CacheMissError(
+            f"kernel {path.stem!r} for the emulator with {dict(defines)} is not in the cache "
+            f"({cache.path if cache else 'which is switched off'}) and MLAFLASH_DISABLE_JIT forbids to compile it. "
+            "Unset MLAFLASH_DISABLE_JIT."
+        )
+    _log.info("compiling %s for the emulator", key)
+    compiled = compile_library(kernel, defines)
+    _log.info("compiled %s for the emulator in %.2f s", key, compiled.seconds)
+    if cache and cache.put(key, compiled.payload, {"kernel": path.stem, "defines": dict(defines), "arch": "host"}):
+        try:
+            return ctypes.CDLL(str(cache.payload_path(key)))
+        except OSError as error:
+            _log.info("cannot load %s (%s)", cache.payload_path(key), error)
+    with tempfile.NamedTemporaryFile(prefix="mlaflash-", suffix=SUFFIX) as file:
+        file.write(compiled.payload)
+        file.flush()
+        # The mapping outlives the name.
+        return ctypes.CDLL(file.name)
+
+
+def _options(defines: Mapping[str, int]) -> tuple[str, ...]:
+    constants = tuple(f"-DMLAFLASH_{name}={value}" for name, value in sorted(defines.items()))
+    return (*OPTIONS, *constants)
+
+
+def _digest(path: Path) -> str:
+    root = sources.kernel_root()
+    headers = [*sorted((root / "include").glob("*")), *sorted((root / "host").glob("*"))]
+    digest = hashlib.sha256()
+    for file in (path, *headers):
+        for part in (file.name.encode(), file.read_bytes()):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return digest.hexdigest()
+
+
+@functools.cache
+def _version(command: tuple[str, ...]) -> str:
+    result = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, errors="replace", check=False
+    )
+    return result.stdout + result.stderr

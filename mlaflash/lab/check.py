@@ -1,0 +1,274 @@
+"""Hold every kernel against the oracle on a list of problems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mlaflash import oracle
+from mlaflash.errors import (
+    CompileError,
+    EmulatorError,
+    InvalidArgumentError,
+    LaunchError,
+    TileError,
+    UnsupportedError,
+)
+from mlaflash.lab.compare import Comparison, compare, tolerance
+from mlaflash.lab.inputs import Case, build
+from mlaflash.lab.space import SPACES, check_axes
+from mlaflash.lab.target import Target, built_key, no_progress
+from mlaflash.schedule import KERNELS
+from mlaflash.tiles import KernelConfig
+
+FEW_SPLITS: Final = 3
+MANY_SPLITS: Final = 12
+"""Splits of the merge that is checked where none are asked for: below and above 8 `combine` is compiled differently."""
+
+COMBINE: Final = "combine"
+CHECKED: Final = (*KERNELS, COMBINE)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One kernel on one problem.
+
+    Attributes
+    ----------
+    kernel : str
+        ``combine`` is `tile` with more than one split, whose merge is what the result is about.
+    case : str
+    dtype : str
+    config : KernelConfig or None
+    comparison : Comparison or None
+        None where the kernel gave no result.
+    tolerance : float
+        What `Comparison.max_rel` is held against.
+    error : str
+        Why there is no result.
+    """
+
+    kernel: str
+    case: str
+    dtype: str
+    config: KernelConfig | None
+    comparison: Comparison | None
+    tolerance: float
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is a result and it is right."""
+        return self.comparison is not None and self.comparison.passed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON holds it; a number that is not finite is None."""
+        found = self.comparison
+        return {
+            "kernel": self.kernel,
+            "case": self.case,
+            "dtype": self.dtype,
+            "max_abs": _finite(found.max_abs) if found else None,
+            "max_rel": _finite(found.max_rel) if found else None,
+            "tolerance": self.tolerance,
+            "passed": self.passed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A kernel that does not do a problem, and says so."""
+
+    kernel: str
+    case: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    label: str
+    kernel: str
+    config: KernelConfig | None
+    case: Case
+
+
+def select(
+    all_cases: Sequence[Case], dtypes: Sequence[str] = (), names: Sequence[str] = ()
+) -> list[Case]:
+    """Choose some problems of a preset.
+
+    Parameters
+    ----------
+    all_cases : sequence of Case
+    dtypes, names : sequence of str
+        What to keep; empty is everything.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Nothing is left.
+    """
+    known = [case.name for case in all_cases]
+    for name in names:
+        if name not in known:
+            raise InvalidArgumentError(f"case is {name!r}; this preset has {', '.join(known)}. Name one of them.")
+    kept = [
+        case
+        for case in all_cases
+        if (not dtypes or case.dtype in dtypes) and (not names or case.name in names)
+    ]
+    if not kept:
+        raise InvalidArgumentError(
+            f"dtype is {', '.join(dtypes)} and case {', '.join(names) or 'any'}; no problem of this preset is both. "
+            "Leave one out."
+        )
+    return kept
+
+
+def labels(kernels: Sequence[str], nsplit: int | None) -> list[str]:
+    """Choose the kernels to run.
+
+    Parameters
+    ----------
+    kernels : sequence of str
+        Of `CHECKED`; empty is all.
+    nsplit : int or None
+        Splits that were asked for: one leaves nothing to merge.
+
+    Raises
+    ------
+    InvalidArgumentError
+        `combine` is named, and there is one split.
+    """
+    if nsplit == 1 and COMBINE in kernels:
+        raise InvalidArgumentError(f"nsplit is 1 and {COMBINE} merges at least 2 splits. Give 2 or more.")
+    return [label for label in kernels or CHECKED if label != COMBINE or nsplit != 1]
+
+
+def check(
+    target: Target,
+    cases: Sequence[Case],
+    *,
+    kernels: Sequence[str] = CHECKED,
+    constants: Mapping[str, int] | None = None,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] = no_progress,
+) -> Iterator[CheckResult | Skip]:
+    """Run kernels on problems and compare each result with the oracle's.
+
+    Parameters
+    ----------
+    target : Target
+    cases : sequence of Case
+    kernels : sequence of str
+        From `labels`.
+    constants : mapping of str to int, optional
+        Constants by name, such as ``{"ht": 8}``; ``nsplit`` is that of `combine`.
+    seed : int
+        Of the inputs, and of the emulator's order of threads.
+    progress : callable
+        Told what is done, how much of it, and of how much.
+
+    Yields
+    ------
+    CheckResult or Skip
+        By problem, then kernel.
+
+    Raises
+    ------
+    InvalidArgumentError, TileError
+        Constants that are not allowed or do not fit.
+    """
+    constants = dict(constants or {})
+    check_axes([_kernel_of(label) for label in kernels], list(constants))
+    runs = list(_runs(kernels, cases, constants))
+    inputs = {case.name: build(case, seed) for case in cases}
+    planned: list[tuple[_Run, list[Any] | Skip]] = []
+    for run in runs:
+        try:
+            launches = list(target.plan(inputs[run.case.name], run.kernel, run.config).launches)
+        except TileError:
+            raise
+        except UnsupportedError as error:
+            planned.append((run, Skip(run.label, run.case.name, str(error))))
+        else:
+            planned.append((run, launches))
+    launches = [launch for _, steps in planned if isinstance(steps, list) for launch in steps]
+    failures = target.build(launches, progress)
+
+    expected: dict[str, Any] = {}
+    loaded: tuple[str, Any] = ("", None)
+    for done, (run, steps) in enumerate(planned):
+        progress("checking", done, len(planned))
+        if isinstance(steps, Skip):
+            yield steps
+            continue
+        name = run.case.name
+        broken = [failures[built_key(launch)] for launch in steps if built_key(launch) in failures]
+        if broken:
+            yield _failed(run, str(broken[0]))
+            continue
+        if name not in expected:
+            expected[name] = oracle.mla_verify(**inputs[name])
+        if loaded[0] != name:
+            loaded = (name, target.load(inputs[name]))
+        try:
+            result = target.verify(loaded[1], run.kernel, run.config, seed)
+        except (EmulatorError, LaunchError, CompileError) as error:
+            yield _failed(run, str(error))
+            continue
+        limits = tolerance(run.case.dtype, run.case.dtype)
+        yield CheckResult(
+            run.label,
+            name,
+            run.case.dtype,
+            run.config,
+            compare(result.out, result.lse, *expected[name], limits),
+            limits.rel,
+        )
+
+
+def describe(comparison: Comparison) -> str:
+    """Say in one line what is wrong with a result, and where.
+
+    Parameters
+    ----------
+    comparison : Comparison
+        One that failed.
+    """
+    place = ", ".join(map(str, comparison.worst_index))
+    return (
+        f"{comparison.reason}; {comparison.worst_array}[{place}] is {comparison.worst_actual:.8g}, "
+        f"expected {comparison.worst_expected:.8g}"
+    )
+
+
+def _runs(kernels: Sequence[str], cases: Sequence[Case], constants: Mapping[str, int]) -> Iterator[_Run]:
+    nsplit = constants.get("nsplit")
+    seen: dict[str, int] = {}
+    for case in cases:
+        # Every second problem of a dtype has many splits.
+        count = seen[case.dtype] = seen.get(case.dtype, -1) + 1
+        splits = (FEW_SPLITS, MANY_SPLITS)[count % 2] if nsplit is None else nsplit
+        for label in kernels:
+            kernel = _kernel_of(label)
+            values = dict(constants)
+            if kernel == "tile":
+                values["nsplit"] = splits if label == COMBINE else 1
+            config = SPACES[kernel].with_values(values) if kernel in SPACES else None
+            yield _Run(label, kernel, config, case)
+
+
+def _kernel_of(label: str) -> str:
+    return "tile" if label == COMBINE else label
+
+
+def _failed(run: _Run, error: str) -> CheckResult:
+    dtype = run.case.dtype
+    return CheckResult(run.label, run.case.name, dtype, run.config, None, tolerance(dtype, dtype).rel, error)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,127 @@
+"""The constants of each kernel that can be swept, and the values that a sweep tries."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mlaflash.errors import InvalidArgumentError
+from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, tile_candidates
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One constant.
+
+    Attributes
+    ----------
+    name : str
+        Its one name: the field of the configuration, the option of the command line, the key of a record.
+    values : tuple of int
+        What a sweep tries on a GPU.
+    emulator_values : tuple of int
+        What it tries on the emulator, where each compilation takes seconds.
+    help : str
+    """
+
+    name: str
+    values: tuple[int, ...]
+    emulator_values: tuple[int, ...]
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """All constants of a kernel.
+
+    Attributes
+    ----------
+    config : callable
+        Makes the kernel's configuration of one value for each axis, by name, some or all left out.
+    axes : tuple of Axis
+    """
+
+    config: Callable[..., KernelConfig]
+    axes: tuple[Axis, ...]
+
+    def candidates(self, device_kind: str, chosen: Mapping[str, Sequence[int]]) -> Iterator[KernelConfig]:
+        """Combine all values of all axes.
+
+        Parameters
+        ----------
+        device_kind : {"gpu", "emulator"}
+            Which of an axis's values count where none are chosen.
+        chosen : mapping of str to sequence of int
+            Values by the name of an axis; names of other kernels' axes are passed over.
+
+        Yields
+        ------
+        KernelConfig
+            The last axis changes fastest.
+        """
+        defaults = [axis.values if device_kind == "gpu" else axis.emulator_values for axis in self.axes]
+        lists = [chosen.get(axis.name, default) for axis, default in zip(self.axes, defaults, strict=True)]
+        for point in itertools.product(*lists):
+            yield self.config(**{axis.name: value for axis, value in zip(self.axes, point, strict=True)})
+
+    def with_values(self, chosen: Mapping[str, int]) -> KernelConfig:
+        """Take the defaults but for the values given.
+
+        Parameters
+        ----------
+        chosen : mapping of str to int
+            One value by the name of an axis; names of other kernels' axes are passed over.
+        """
+        return self.config(**{axis.name: chosen[axis.name] for axis in self.axes if axis.name in chosen})
+
+
+SPACES: Final[dict[str, Space]] = {
+    "naive": Space(NaiveConfig, ()),
+    "tile": Space(
+        TileConfig,
+        (
+            Axis("ht", tuple(sorted({c.ht for c in tile_candidates()})), (4, 8, 16), "Heads of a block."),
+            Axis("tk", tuple(sorted({c.tk for c in tile_candidates()})), (8, 16, 32), "KV tokens of a tile."),
+            Axis("nsplit", (1, 4, 8, 16, 32, 64, 128), (1, 4), "Splits of the KV, a run-time number."),
+        ),
+    ),
+}
+"""By the name of the kernel. A kernel that is added here can be swept, and gets the options of the command line."""
+
+
+def swept_kernels() -> list[str]:
+    """List the kernels that have constants to choose."""
+    return [kernel for kernel, space in SPACES.items() if space.axes]
+
+
+def all_axes() -> list[Axis]:
+    """List the axes of all kernels, each name once."""
+    axes: dict[str, Axis] = {}
+    for space in SPACES.values():
+        for axis in space.axes:
+            axes.setdefault(axis.name, axis)
+    return list(axes.values())
+
+
+def check_axes(kernels: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse values for constants that none of the kernels has.
+
+    Parameters
+    ----------
+    kernels : sequence of str
+    names : sequence of str
+        Axes that the user gave values for.
+
+    Raises
+    ------
+    InvalidArgumentError
+    """
+    known = {axis.name for kernel in kernels if kernel in SPACES for axis in SPACES[kernel].axes}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InvalidArgumentError(
+            f"--{unknown[0]} is given and {', '.join(kernels)} has no such constant; allowed here: "
+            f"{', '.join(f'--{name}' for name in sorted(known)) or 'none'}. Leave it out, or choose another --kernel."
+        )

@@ -1,0 +1,237 @@
+"""Constants of the tensor-core kernels: what can be chosen, and what it costs in shared memory and registers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Final, Protocol, runtime_checkable
+
+from mlaflash.errors import InvalidArgumentError, TileError
+from mlaflash.params import D
+
+TILE: Final = 16
+"""KV tokens of a tile, and rows of a tensor-core operand."""
+
+MAX_TAIL_LEN: Final = 1024
+"""Most mask columns of a request: `mma_wide` keeps one bit for each of them in shared memory."""
+
+_ROW_PITCH: Final = 2 * D + 16
+_WARP: Final = 32
+
+
+@runtime_checkable
+class MmaConfig(Protocol):
+    """What the set of constants of a tensor-core kernel offers; also a `mlaflash.tiles.KernelConfig`."""
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, as its file in ``kernels/``."""
+
+    @property
+    def rows(self) -> int:
+        """Packed rows (query token x head) of a block: grid x is ``ceil(max_q_len * H / rows)``."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    def defines(self) -> dict[str, int]:
+        """Constants of the kernel without its element types and without `feature_defines`."""
+
+    def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
+        """Dynamic shared memory of a block in bytes."""
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the constants under their lower-case names, for records."""
+
+
+def feature_defines(logit_cap: float, has_new_kv: bool) -> dict[str, int]:
+    """Return the constants that leave out what a call does not use.
+
+    Parameters
+    ----------
+    logit_cap : float
+        0 where scores are not capped.
+    has_new_kv : bool
+        Whether the last q_len tokens come from `new_kv`.
+    """
+    return {"SOFT_CAP": int(logit_cap > 0), "NEW_KV": int(has_new_kv)}
+
+
+@dataclass(frozen=True, slots=True)
+class MmaWideConfig:
+    """Constants of the `mma_wide` kernel, for 32 rows and more.
+
+    `ROWS_64` and `ROWS_32` are the two that were measured to be best within 101,376 bytes; both take 8 warps. 64 rows
+    take all 255 registers of a thread, 32 rows about 190.
+
+    Parameters
+    ----------
+    row_groups : int
+        Groups of 16 rows of a block.
+    column_warps : int
+        Warps that share a row group's dims and output columns, a power of two.
+    stages : int
+        KV tiles in the ring, a power of two: two are in use, the others on their way.
+    lookahead : int
+        Operand loads that a warp issues ahead of the products that use them.
+    nsplit : int or None
+        Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
+        compiles nothing.
+
+    Raises
+    ------
+    TileError
+        Constants that `mma_wide.cu` is not built for.
+    InvalidArgumentError
+        `nsplit` is below 1.
+    """
+
+    row_groups: int = 4
+    column_warps: int = 2
+    stages: int = 4
+    lookahead: int = 1
+    nsplit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
+        if self.column_warps not in (2, 4) or self.row_groups * self.column_warps not in (4, 8):
+            raise TileError(
+                f"row_groups is {self.row_groups} and column_warps {self.column_warps}; column_warps must be 2 or 4 "
+                "and their product 4 or 8. Use 4 and 2 for 64 rows, 2 and 4 for 32."
+            )
+        if self.stages not in (4, 8) or self.stages < self.row_groups:
+            raise TileError(f"stages is {self.stages}; it must be 4 or 8, and no less than row_groups. Use 4.")
+        if self.lookahead not in (1, 2, 3):
+            raise TileError(f"lookahead is {self.lookahead}; it must be 1, 2 or 3. Use 1 for 64 rows, 2 for 32.")
+        if self.nsplit is not None and (not isinstance(self.nsplit, int) or self.nsplit < 1):
+            raise InvalidArgumentError(
+                f"nsplit is {self.nsplit!r}; it must be an integer of at least 1, or None to have it chosen."
+            )
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "mma_wide"
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of a block."""
+        return 16 * self.row_groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return _WARP * self.row_groups * self.column_warps
+
+    def defines(self) -> dict[str, int]:
+        """Return ROW_GROUPS, COLUMN_WARPS, STAGES and LOOKAHEAD."""
+        return {
+            "ROW_GROUPS": self.row_groups,
+            "COLUMN_WARPS": self.column_warps,
+            "STAGES": self.stages,
+            "LOOKAHEAD": self.lookahead,
+        }
+
+    def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
+        """Bytes of the ring, two buffers of partial scores, mask columns, barriers and the block's range of tokens."""
+        ring = self.stages * TILE * _ROW_PITCH
+        exchange = 2 * self.threads * 2 * 16
+        return ring + exchange + MAX_TAIL_LEN // 8 + 2 * 8 * self.stages + 8
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the constants, and `nsplit` where it is set."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+ROWS_64: Final = MmaWideConfig(row_groups=4, column_warps=2, lookahead=1)
+"""Row tiles of 64: 91,336 bytes, 255 registers."""
+
+ROWS_32: Final = MmaWideConfig(row_groups=2, column_warps=4, lookahead=2)
+"""Row tiles of 32: 91,336 bytes, under 200 registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class MmaNarrowConfig:
+    """Constants of the `mma_narrow` kernel, for up to 16 rows, and for more rows over short KV as row tiles of 16.
+
+    `NARROW` fills an SM with one block, `NARROW_PAIR` with two; either way two groups of warps hide each other's
+    latency.
+
+    Parameters
+    ----------
+    kv_groups : int
+        Groups of four warps that take turns at the KV tiles, 1 or 2.
+    stages : int
+        KV tiles in each warp's ring, at least 2: one is in use.
+    exchange_buffers : int
+        Buffers for the scores that a group's warps exchange: 2 save a barrier a tile.
+    nsplit : int or None
+        Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
+        compiles nothing.
+
+    Raises
+    ------
+    TileError
+        Constants that `mma_narrow.cu` is not built for.
+    InvalidArgumentError
+        `nsplit` is below 1.
+    """
+
+    kv_groups: int = 2
+    stages: int = 2
+    exchange_buffers: int = 2
+    nsplit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
+        if self.kv_groups not in (1, 2) or self.exchange_buffers not in (1, 2):
+            raise TileError(
+                f"kv_groups is {self.kv_groups} and exchange_buffers {self.exchange_buffers}; each must be 1 or 2. "
+                "Use 2 and 2 for one block an SM, 1 and 1 for two."
+            )
+        if self.stages < 2:
+            raise TileError(f"stages is {self.stages}; it must be at least 2. Use 2.")
+        if self.nsplit is not None and (not isinstance(self.nsplit, int) or self.nsplit < 1):
+            raise InvalidArgumentError(
+                f"nsplit is {self.nsplit!r}; it must be an integer of at least 1, or None to have it chosen."
+            )
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "mma_narrow"
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of a block."""
+        return TILE
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 4 * _WARP * self.kv_groups
+
+    def defines(self) -> dict[str, int]:
+        """Return KV_GROUPS, STAGES and EXCHANGE_BUFFERS."""
+        return {
+            "KV_GROUPS": self.kv_groups,
+            "STAGES": self.stages,
+            "EXCHANGE_BUFFERS": self.exchange_buffers,
+        }
+
+    def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
+        """Bytes of the warps' rings, each a quarter of a KV row wide, and of their partial scores."""
+        ring = self.stages * TILE * 2 * D // 4
+        scores = self.exchange_buffers * TILE * TILE * 4
+        return self.threads // _WARP * (ring + scores)
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the constants, and `nsplit` where it is set."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+NARROW: Final = MmaNarrowConfig()
+"""Row tiles of 16, one block an SM: 90,112 bytes."""
+
+NARROW_PAIR: Final = MmaNarrowConfig(kv_groups=1, exchange_buffers=1)
+"""Row tiles of 16, two blocks an SM: 40,960 bytes."""
