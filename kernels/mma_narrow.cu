@@ -2,7 +2,7 @@
 // its KV, and reads every KV row once for all of them.
 //
 // Grid:   x = ceil(max_q_len * H / 16) row tiles, y = split, z = request. Block: 128 * KV_GROUPS threads.
-// Shared: KV_GROUPS * (STAGES * 18,432 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
+// Shared: KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
 // Idea:   four warps share the 16 rows of a KV group; each owns 128 latent and 16 rope columns, 288 bytes of a KV row. Those
 //         columns are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes that
 //         it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps add their
@@ -30,12 +30,13 @@ static_assert(STAGES >= 2, "one tile is read while the next one is copied");
 static_assert(EXCHANGE_BUFFERS == 1 || EXCHANGE_BUFFERS == 2, "one buffer costs a second barrier a tile");
 
 struct Smem {
-  static constexpr u32 STAGE_BYTES = TILE * PITCH;
+  static constexpr u32 IDS = TILE * PITCH;  // u32 [16], after a stage's slice: page ids of the tile that comes to this stage next
+  static constexpr u32 STAGE_BYTES = IDS + TILE * 4;
   static constexpr u32 RING_BYTES = STAGES * STAGE_BYTES;
   static constexpr u32 SCORE_BYTES = WARP * 16;        // 16 x 8 scores, four a lane
   static constexpr u32 SCORES_BYTES = 2 * SCORE_BYTES;  // a warp's 16 x 16
   static constexpr u32 BUFFER_BYTES = WARPS * SCORES_BYTES;
-  static constexpr u32 RINGS = 0;                            // [WARPS][STAGES][16][PITCH] KV slices; before them q, after them o
+  static constexpr u32 RINGS = 0;                            // [WARPS][STAGES] KV slices of 16 tokens; before them q, after them o
   static constexpr u32 EXCHANGE = RINGS + WARPS * RING_BYTES;  // float32 [EXCHANGE_BUFFERS][WARPS][2][32][4] partial scores
   static constexpr u32 BYTES = EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;
 };
@@ -108,16 +109,15 @@ struct Source {
   int cached;        // tokens before this one lie in the cache; the rest are rows of new_kv_c and new_k_pe
   int tile, end;     // next tile to copy; the split's tiles end here
   int first_masked;  // every row sees all tokens of the tiles before this one, and the cache holds them
-  u32 id;            // page of the lane's token in the next tile: it is loaded one copy before it is used
+  KvRow row;         // of the lane's token in the next tile: lanes l and l + 16 have token l
 };
 
-DEVICE int token_of(const Source& s, const Warp& w) { return s.tile * TILE + w.lane % TILE; }
+DEVICE int token_of(const Warp& w, int tile) { return tile * TILE + w.lane % TILE; }
+DEVICE bool has_id(const Source& s, int tile, int token) { return tile < s.end && token < s.cached; }
 
 // The low word of a 64-bit id is enough: pools have fewer than 2^32 pages.
-DEVICE void fetch_id(const VerifyParams& p, const Warp& w, Source& s) {
-  const int token = token_of(s, w);
-  s.id = 0;
-  if (s.tile < s.end && token < s.cached) s.id = ld_global_u32(s.ids + (u64)page_of(p, token) * (p.wide_ids ? 8 : 4));
+DEVICE const u8* id_ptr(const VerifyParams& p, const Source& s, int token) {
+  return s.ids + (u64)page_of(p, token) * (p.wide_ids ? 8 : 4);
 }
 
 DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, const Warp& w) {
@@ -128,7 +128,6 @@ DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile
   s.end = tiles.end;
   s.first_masked = first_masked_tile(p, r, rows);
   if (NEW_KV) s.first_masked = min_int(s.first_masked, max_int(s.cached, 0) / TILE);
-  fetch_id(p, w, s);
   return s;
 }
 
@@ -153,23 +152,29 @@ DEVICE bool is_seen(const VerifyParams& p, const Request& r, const RowTile& rows
 }
 
 // Only tiles at the end of what the rows see come here, so the request is read again instead of kept in registers.
-DEVICE void copy_masked_tile(const VerifyParams& p, const Warp& w, const Source& s, u32 stage) {
+DEVICE KvRow masked_row(const VerifyParams& p, const Source& s, u32 id, int token) {
   const Request r = load_request(p, block_idx_z());
   const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
-  const int token = token_of(s, w);
-  KvRow row = {nullptr, nullptr};
-  if (is_seen(p, r, rows, token)) row = NEW_KV && token >= s.cached ? new_row(p, r, token) : cached_row(p, s.id, token);
-  copy_slice<false>(w, stage, row);
+  if (!is_seen(p, r, rows, token)) return {nullptr, nullptr};
+  return NEW_KV && token >= s.cached ? new_row(p, r, token) : cached_row(p, id, token);
 }
 
-// Copies the group's next tile into `stage`. Past the end it copies nothing, but still closes a cp.async group: the waits count
-// groups.
+// Finds the rows of the next tile, given the page id of the lane's token.
+DEVICE void find_row(const VerifyParams& p, const Warp& w, Source& s, u32 id) {
+  if (s.tile >= s.end) return;
+  const int token = token_of(w, s.tile);
+  s.row = s.tile < s.first_masked ? cached_row(p, id, token) : masked_row(p, s, id, token);
+}
+
+// Copies the next tile to `stage`, and the ids of the tile that comes there after it. They land together, so that no id is waited
+// for. Past the end nothing is copied, but the cp.async group is still closed: the waits count groups.
 DEVICE void copy_tile(const VerifyParams& p, const Warp& w, Source& s, u32 stage) {
-  if (s.tile < min_int(s.end, s.first_masked)) copy_slice<true>(w, stage, cached_row(p, s.id, token_of(s, w)));
-  else if (s.tile < s.end) copy_masked_tile(p, w, s, stage);
+  if (s.tile < min_int(s.end, s.first_masked)) copy_slice<true>(w, stage, s.row);
+  else if (s.tile < s.end) copy_slice<false>(w, stage, s.row);
+  const int later = s.tile + STAGES * KV_GROUPS, token = token_of(w, later);
+  if (w.lane < TILE && has_id(s, later, token)) cp_async_4(stage + Smem::IDS + w.lane * 4, id_ptr(p, s, token));
   cp_async_commit();
   s.tile += KV_GROUPS;
-  fetch_id(p, w, s);
 }
 
 // --- one tile ------------------------------------------------------------------------------------------------------
@@ -290,19 +295,16 @@ DEVICE void merge_half(const Warp& w, Softmax& softmax, const float (&o)[O_TILES
   }
 }
 
-// The request is read again rather than kept in registers through the loop.
-DEVICE void store(const VerifyParams& p, const Warp& w, Softmax& softmax, const float (&o)[O_TILES][4]) {
-  const Request r = load_request(p, block_idx_z());
-  const int first = block_idx_x() * TILE, end = r.q_len * p.num_heads;
+DEVICE void store(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Softmax& softmax, const float (&o)[O_TILES][4]) {
   const int column = w.column * (DL / COLUMN_WARPS) + w.group * FINAL_TILES * 8;
   if constexpr (KV_GROUPS == 1) {
-    store_results(p, r, first, end, column, softmax, o);
+    store_results(p, r, rows.first, rows.end, column, softmax, o);
   } else {
     float merged[FINAL_TILES][4];
     send_half(w, softmax, o);
     block_sync();  // orders the writes of send_half() before the other group's reads of them
     merge_half(w, softmax, o, merged);
-    store_results(p, r, first, end, column, softmax, merged);
+    store_results(p, r, rows.first, rows.end, column, softmax, merged);
   }
 }
 
@@ -310,21 +312,31 @@ DEVICE void store(const VerifyParams& p, const Warp& w, Softmax& softmax, const 
 
 // Fills the ring, all stages but the last at first: q passes through that one.
 DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& source, u32 (&q)[K_STEPS][4]) {
-  const u32 last = (STAGES - 1) * Smem::STAGE_BYTES;
-  copy_q(p, r, rows, w, w.ring + last);
+  u32 ids[STAGES];
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) {
+    const int tile = source.tile + i * KV_GROUPS, token = token_of(w, tile);
+    ids[i] = has_id(source, tile, token) ? ld_global_u32(id_ptr(p, source, token)) : 0;
+  }
+  constexpr u32 LAST = (STAGES - 1) * Smem::STAGE_BYTES;
+  copy_q(p, r, rows, w, w.ring + LAST);
   cp_async_commit();
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) copy_tile(p, w, source, w.ring + i * Smem::STAGE_BYTES);
+  for (int i = 0; i < STAGES - 1; i++) {
+    find_row(p, w, source, ids[i]);
+    copy_tile(p, w, source, w.ring + i * Smem::STAGE_BYTES);
+  }
+  find_row(p, w, source, ids[STAGES - 1]);
   cp_async_wait<STAGES - 1>();
   warp_sync();  // orders all lanes' copies of q, which have landed, before the reads
 #pragma unroll
   for (int i = 0; i < K_STEPS; i++) {
-    ldmatrix_x4(q[i], w.values + last + i * 32);
+    ldmatrix_x4(q[i], w.values + LAST + i * 32);
 #pragma unroll
     for (int j = 0; j < 4; j++) q[i][j] = fold_scale_sign(p, q[i][j]);
   }
   warp_sync();  // orders all lanes' reads of q before the copies that overwrite it
-  copy_tile(p, w, source, w.ring + last);
+  copy_tile(p, w, source, w.ring + LAST);
 }
 
 KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
@@ -352,17 +364,18 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
     publish_scores(w, buffer, s);
     u32 v[V_AHEAD + 1][4];
     first_values(w.values + stage, v);
+    find_row(p, w, source, ld_shared_u32(w.ring + stage + Smem::IDS + w.lane % TILE * 4));
     add_scores(w, buffer, s);
     soft_cap(p, s);
     if (tile >= source.first_masked) mask_tile(p, w, tile, s);
     u32 weights[4];
     softmax_tile(s, exponent_scale(p), softmax, o, weights);
     add_values(weights, w.values + stage, v, o);
-    warp_sync();  // orders all lanes' reads of this tile before the copies that overwrite it
+    warp_sync();  // orders all lanes' reads of this tile, and of ids, before the copies that overwrite them
     copy_tile(p, w, source, w.ring + stage);
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
-  store(p, w, softmax, o);
+  store(p, r, rows, w, softmax, o);
   launch_dependents();
 }

@@ -90,7 +90,7 @@ DEVICE void store_row_address(const KvRow& row, u32 smem) {
 template <bool ALIGNED>
 DEVICE void load_tile(u32 smem) {
   constexpr int LOADS = (TK * UNITS + BLOCK - 1) / BLOCK;  // of a thread
-  constexpr int BATCH = min_int(LOADS, ALIGNED ? (VEC == 4 ? 6 : 4) : 1);  // more spill at HT = 8
+  constexpr int BATCH = min_int(LOADS, ALIGNED ? 4 : 1);  // more spill at HT = 8
 #pragma unroll 1
   for (int first = 0; first < LOADS; first += BATCH) {
     Vector<KV_DTYPE> x[BATCH];

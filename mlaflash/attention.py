@@ -190,11 +190,20 @@ def output_views(view: View, problem: Problem, out: Any, lse: Any) -> tuple[Arra
         if leading == 2 and shape[0] > 1 and array.strides[0] != shape[1] * array.strides[1]:
             raise ShapeError(
                 f"{array.name} has strides {array.strides} (in elements); its first two axes must be one run of "
-                "tokens in "
-                "memory."
+                "tokens in memory."
             )
-    if out_view.strides[-1] != 1 and out_view.shape[-1] > 1:
-        raise ShapeError(f"out has strides {out_view.strides} (in elements); its last axis must be contiguous.")
+    if problem.is_empty:
+        return out_view, lse_view
+    if out_view.strides[-1] != 1:
+        raise ShapeError(
+            f"out has strides {out_view.strides} (in elements); its last axis must be contiguous. Give a copy."
+        )
+    steps = [s for s, n in zip(out_view.strides[:-1], out_view.shape[:-1], strict=True) if n > 1]
+    if out_view.ptr % 16 or any(step * out_view.itemsize % 16 for step in steps):
+        raise ShapeError(
+            f"out begins at address {out_view.ptr:#x} and has strides {out_view.strides} (in elements of "
+            f"{out_view.itemsize} bytes); every row must start on 16 bytes. Give a copy."
+        )
     return out_view, lse_view
 
 

@@ -49,8 +49,8 @@ def _strides(name: str, array: Any) -> tuple[int, ...]:
     itemsize = array.dtype.itemsize
     if any(stride % itemsize for stride in array.strides):
         raise ShapeError(
-            f"{name} has strides of {array.strides} bytes for elements of {itemsize}; whole elements are needed. "
-            "Copy it."
+            f"{name} has strides of {array.strides} bytes for elements of {itemsize}; whole elements are needed. Copy "
+            "it."
         )
     return tuple(stride // itemsize for stride in array.strides)
 
@@ -71,8 +71,8 @@ def numpy_view(name: str, array: Any) -> ArrayView:
     """
     if not isinstance(array, np.ndarray):
         raise ShapeError(
-            f"{name} is a {type(array).__module__}.{type(array).__qualname__}; the emulator takes NumPy arrays. "
-            "Call mlaflash.mla_verify for arrays on a GPU."
+            f"{name} is a {type(array).__module__}.{type(array).__qualname__}; the emulator takes NumPy arrays. Call "
+            "mlaflash.mla_verify for arrays on a GPU."
         )
     return ArrayView(
         name,
@@ -112,8 +112,8 @@ def cupy_view(name: str, array: Any) -> ArrayView:
     current = cupy.cuda.runtime.getDevice()
     if array.size and array.device.id != current:
         raise ShapeError(
-            f"{name} lies on GPU {array.device.id} and GPU {current} is current. "
-            f"Call inside `with cupy.cuda.Device({array.device.id}):`, with all arrays there."
+            f"{name} lies on GPU {array.device.id} and GPU {current} is current. Call inside `with "
+            f"cupy.cuda.Device({array.device.id}):`, with all arrays there."
         )
     return ArrayView(
         name,

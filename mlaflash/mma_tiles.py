@@ -220,8 +220,8 @@ class MmaNarrowConfig:
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
-        """Bytes of the warps' rings, each a quarter of a KV row wide, and of their partial scores."""
-        ring = self.stages * TILE * 2 * D // 4
+        """Bytes of the warps' rings, each a quarter of a KV row wide and with page ids, and of their partial scores."""
+        ring = self.stages * TILE * (2 * D // 4 + 4)
         scores = self.exchange_buffers * TILE * TILE * 4
         return self.threads // _WARP * (ring + scores)
 
@@ -231,7 +231,7 @@ class MmaNarrowConfig:
 
 
 NARROW: Final = MmaNarrowConfig()
-"""Row tiles of 16, one block an SM: 90,112 bytes."""
+"""Row tiles of 16, one block an SM: 91,136 bytes."""
 
 NARROW_PAIR: Final = MmaNarrowConfig(kv_groups=1, exchange_buffers=1)
-"""Row tiles of 16, two blocks an SM: 40,960 bytes."""
+"""Row tiles of 16, two blocks an SM: 41,472 bytes."""

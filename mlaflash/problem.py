@@ -207,8 +207,8 @@ class Problem:
             new_rows = _rows(view, "new_kv", new_kv, (2,), "(T, 576)")
             if new_rows.shape != (num_tokens,) or new_rows.dtype != kv_rows.dtype:
                 raise ShapeError(
-                    f"new_kv has {new_rows.shape[0]} rows of {new_rows.dtype}; one {kv_rows.dtype} row for each of the "
-                    f"{num_tokens} query tokens is needed."
+                    f"new_kv has {new_rows.shape[0]} rows of {new_rows.dtype}; one {kv_rows.dtype} row for each of "
+                    f"the {num_tokens} query tokens is needed."
                 )
             ids_bound += max_q
         mode, words, columns = _mask(view, mask, num_tokens)
@@ -264,8 +264,8 @@ def _rows(view: View, name: str, array: Any, ranks: tuple[int, ...], shapes: str
         return Rows(fused, fused, True, fused.shape[:-1])
     if len(array) != 2:
         raise ShapeError(
-            f"{name} is a {type(array).__name__} of {len(array)} arrays; give one array of width {D}, or two of widths "
-            f"{DL} and {DR}."
+            f"{name} is a {type(array).__name__} of {len(array)} arrays; give one array of width {D}, or two of "
+            f"widths {DL} and {DR}."
         )
     latent, rope = view(f"{name}[0]", array[0]), view(f"{name}[1]", array[1])
     _check_rows(latent, DL, ranks, shapes)
@@ -284,10 +284,9 @@ def _check_rows(array: ArrayView, width: int, ranks: tuple[int, ...], shapes: st
     if array.shape[-1] != width:
         raise ShapeError(
             f"{array.name} has shape {array.shape}, {array.shape[-1]} wide; its last axis must be {width}: only MLA "
-            "rows "
-            f"of {DL} latent + {DR} rope columns are supported."
+            f"rows of {DL} latent + {DR} rope columns are supported."
         )
-    if array.strides[-1] != 1:
+    if array.strides[-1] != 1 and 0 not in array.shape:
         raise ShapeError(
             f"{array.name} has strides {array.strides} (in elements); its last axis must be contiguous. Copy it."
         )
@@ -319,9 +318,8 @@ def _query_lengths(
     if len(q.shape) == 3:
         if qo_indptr is not None:
             raise ShapeError(
-                f"q has shape {(*q.shape, D)}, the same q_len for every request, and qo_indptr is given too; ragged "
-                "q is "
-                "(T, H, 576). Leave qo_indptr out, or flatten q."
+                f"q has shape {(*q.shape, D)}, the same q_len for every request, and qo_indptr is given too; ragged q "
+                "is (T, H, 576). Leave qo_indptr out, or flatten q."
             )
         if q.shape[0] != batch:
             raise ShapeError(f"q holds {q.shape[0]} requests and kv_lens {batch}; they must agree.")
@@ -329,13 +327,12 @@ def _query_lengths(
             _check_flattens(q)
         return None, q.shape[1]
     if qo_indptr is None:
-        if batch == 0 or num_tokens % batch:
+        if num_tokens % batch if batch else num_tokens:
             raise ShapeError(
                 f"q holds {num_tokens} query tokens and kv_lens {batch} requests; without qo_indptr each request has "
-                "the "
-                "same number. Give qo_indptr for ragged ones."
+                "the same number. Give qo_indptr for ragged ones."
             )
-        return None, num_tokens // batch
+        return None, num_tokens // max(batch, 1)
     indptr = _vector(view, "qo_indptr", qo_indptr, ("int32",), batch + 1)
     if max_q_len is None:
         return indptr, num_tokens
@@ -349,17 +346,16 @@ def _check_flattens(q: Rows) -> None:
     for array in (q.latent, q.rope):
         if array.shape[1] > 1 and array.strides[0] != array.shape[1] * array.strides[1]:
             raise ShapeError(
-                f"{array.name} has strides {array.strides} (in elements) over shape {array.shape}; its first two "
-                "axes must "
-                "be one run of tokens in memory. Copy it, or pass (T, H, 576) with qo_indptr."
+                f"{array.name} has strides {array.strides} (in elements) over shape {array.shape}; its first two axes "
+                "must be one run of tokens in memory. Copy it, or pass (T, H, 576) with qo_indptr."
             )
 
 
 def _pages(kv: Rows, page_size: int | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
     if len(kv.shape) == 3 and kv.shape[2] != 1:
         raise ShapeError(
-            f"kv_cache has shape {(*kv.shape, D)}; a fourth axis counts KV heads, of which MLA has 1: "
-            "(pages, page_size, 1, 576)."
+            f"kv_cache has shape {(*kv.shape, D)}; a fourth axis counts KV heads, of which MLA has 1: (pages, "
+            "page_size, 1, 576)."
         )
     if page_size is not None and (not isinstance(page_size, int) or page_size < 1):
         raise InvalidArgumentError(f"page_size is {page_size!r}; it must be an integer of at least 1.")
@@ -374,8 +370,7 @@ def _pages(kv: Rows, page_size: int | None) -> tuple[int, int, tuple[int, int], 
     if page_size is not None and page_size != kv.shape[1]:
         raise ShapeError(
             f"page_size is {page_size} and kv_cache has shape {(*kv.shape, D)}, pages of {kv.shape[1]} tokens; they "
-            "must "
-            "agree."
+            "must agree."
         )
     steps = tuple((array.strides[0], array.strides[1]) for array in (kv.latent, kv.rope))
     return kv.shape[0], kv.shape[1], steps[0], steps[1]
@@ -404,7 +399,7 @@ def _addressing(
             )
         if table.dtype not in _IDS:
             raise ShapeError(f"block_table is {table.dtype}; allowed: {' or '.join(_IDS)}. Cast it.")
-        if table.shape[1] > 1 and table.strides[1] != 1:
+        if table.shape[0] and table.shape[1] > 1 and table.strides[1] != 1:
             raise ShapeError("block_table's rows are not contiguous; copy it.")
         return None, table, True, table.shape[1] * page_size
     if (kv_indptr is None) != (kv_indices is None):
@@ -416,8 +411,8 @@ def _addressing(
         return indptr, ids, False, ids.shape[0] * page_size
     if num_pages < batch:
         raise ShapeError(
-            f"kv_cache holds {num_pages} pages for {batch} requests and neither kv_indptr/kv_indices nor block_table is "
-            f"given; page b is then request b. Give a table, or a kv_cache of shape ({batch}, max_kv, 576)."
+            f"kv_cache holds {num_pages} pages for {batch} requests and neither kv_indptr/kv_indices nor block_table "
+            f"is given; page b is then request b. Give a table, or a kv_cache of shape ({batch}, max_kv, 576)."
         )
     return None, None, False, page_size
 
@@ -428,8 +423,7 @@ def _mask(view: View, mask: Any, num_tokens: int) -> tuple[str, ArrayView | None
         if mask.num_tokens != num_tokens:
             raise ShapeError(
                 f"mask has {mask.num_tokens} rows and q has {num_tokens} query tokens; one row for each token is "
-                "needed, "
-                "shared by all heads."
+                "needed, shared by all heads."
             )
         return "tree", words, mask.max_q
     if isinstance(mask, str) and mask in MASK_CODES and mask != "tree":
@@ -493,16 +487,14 @@ def _validate(problem: Problem) -> None:
             worst = int(q_lens.argmax())
             raise InvalidArgumentError(
                 f"max_q_len is {problem.max_q_len} and request {worst} has {q_lens[worst]} query tokens; no request "
-                "may "
-                "have more."
+                "may have more."
             )
     bad = (kv_lens < 0) | (kv_lens > problem.max_kv_len)
     if bad.any():
         request = _first(bad)
         raise InvalidArgumentError(
-            f"kv_lens[{request}] is {kv_lens[request]}; allowed is 0 .. {problem.max_kv_len} (max_kv_len, or what "
-            "the page "
-            "table can address)."
+            f"kv_lens[{request}] is {kv_lens[request]}; allowed is 0 .. {problem.max_kv_len} (max_kv_len, or what the "
+            "page table can address)."
         )
     _validate_mask(problem, kv_lens, q_lens)
     _validate_pages(problem, kv_lens, q_lens)
@@ -519,8 +511,7 @@ def _validate_mask(problem: Problem, kv_lens: np.ndarray[Any, Any], q_lens: np.n
         request = _first(bad)
         raise InvalidArgumentError(
             f"{name} {request} needs {tails[request]} mask columns and the TreeMask has {problem.mask_columns} "
-            "(max_q); "
-            "make the mask wider."
+            "(max_q); make the mask wider."
         )
 
 
@@ -540,16 +531,14 @@ def _validate_pages(problem: Problem, kv_lens: np.ndarray[Any, Any], q_lens: np.
         if indptr[0] < 0 or (available < 0).any() or indptr[-1] > ids.shape[0]:
             raise InvalidArgumentError(
                 f"kv_indptr is {indptr.tolist()[:8]}...; it must begin at 0 or more, never fall, and end at or below "
-                "the "
-                f"{ids.shape[0]} kv_indices."
+                f"the {ids.shape[0]} kv_indices."
             )
     bad = needed > available
     if bad.any():
         request = _first(bad)
         raise InvalidArgumentError(
             f"kv_lens[{request}] is {kv_lens[request]} and needs {needed[request]} pages of {problem.page_size} "
-            "tokens; the "
-            f"page table names {available[request]} for it."
+            f"tokens; the page table names {available[request]} for it."
         )
     for request in range(problem.batch):
         used = ids[begins[request] : begins[request] + needed[request]]

@@ -146,8 +146,7 @@ def _plan_naive(problem: Problem, config: NaiveConfig) -> Schedule:
     if scores.num_bytes > NAIVE_SCORES_LIMIT:
         raise UnsupportedError(
             f"naive keeps a score for each of {problem.rows} rows x {problem.max_kv_len} tokens, {scores.num_bytes} "
-            "bytes; "
-            f"allowed are {NAIVE_SCORES_LIMIT}. Use kernel='tile', or pass a smaller max_kv_len."
+            f"bytes; allowed are {NAIVE_SCORES_LIMIT}. Use kernel='tile', or pass a smaller max_kv_len."
         )
     launch = Launch(
         "naive",

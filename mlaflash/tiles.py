@@ -101,8 +101,8 @@ class TileConfig:
             most = MAX_HT if name == "ht" else MAX_TK
             if not isinstance(value, int) or value < 1 or value & (value - 1) or value > most:
                 raise TileError(
-                    f"{name} is {value!r}; it must be a positive power of two of at most {most}. "
-                    "Use ht=8 and tk=16 to begin with."
+                    f"{name} is {value!r}; it must be a positive power of two of at most {most}. Use ht=8 and tk=16 "
+                    "to begin with."
                 )
         if self.nsplit is not None and (not isinstance(self.nsplit, int) or self.nsplit < 1):
             raise InvalidArgumentError(
@@ -184,8 +184,7 @@ def check_shared(config: KernelConfig, device: Device, kv_dtype: str) -> None:
         constants = " ".join(f"{name}={value}" for name, value in config.as_dict().items())
         raise TileError(
             f"{config.kernel} {constants} asks for {shared} bytes of shared memory a block; {device.name} "
-            f"({device.arch}) "
-            f"allows {device.shared_per_block}. Use smaller tiles.",
+            f"({device.arch}) allows {device.shared_per_block}. Use smaller tiles.",
             shared_bytes=shared,
             shared_limit=device.shared_per_block,
         )

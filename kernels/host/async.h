@@ -9,16 +9,18 @@
 
 namespace emulator {
 
+template <u32 SIZE>
 OUT_OF_LINE void open_destination(Block& block, Warp& warp, u32 offset, Site site) {
-  stamp_write<16>(block, warp, offset, IN_FLIGHT, site);
-  memset(block.shared + offset, 0xff, 16);
+  stamp_write<SIZE>(block, warp, offset, IN_FLIGHT, site);
+  memset(block.shared + offset, 0xff, SIZE);
 }
 
-OUT_OF_LINE void land(Block& block, u32 dst, u64 src, u32 bytes, Epoch epoch) {
+// Of `size` bytes at dst, the first `bytes` come from src and zeros fill the rest.
+OUT_OF_LINE void land(Block& block, u32 dst, u64 src, u32 bytes, u32 size, Epoch epoch) {
   memcpy(block.shared + dst, (const void*)(uintptr_t)src, bytes);
-  memset(block.shared + dst + bytes, 0, 16 - bytes);
+  memset(block.shared + dst + bytes, 0, size - bytes);
   u32* shadow = shadow_of(block, dst);
-  for (u32 i = 0; i < 4; ++i) shadow[i] = epoch;
+  for (u32 i = 0; i < size / 4; ++i) shadow[i] = epoch;
 }
 
 // What lands now on behalf of an mbarrier is ordered before the completion of its current phase.
@@ -33,19 +35,20 @@ OUT_OF_LINE Epoch epoch_of(Block& block, Mbarrier& mbarrier, u32 thread, Site si
   return make_epoch(mbarrier.phase + 1, mbarrier.agent);
 }
 
+template <u32 SIZE>
 OUT_OF_LINE void async_copy(u32 address, const void* src, u32 bytes, Site site) {
   Block& block = current_block();
   Warp& warp = current_warp(block);
-  const u32 offset = checked_offset<16>(block, address, "cp.async", site);
+  const u32 offset = checked_offset<SIZE>(block, address, "cp.async", site);
   const u64 from = (u64)(uintptr_t)src;
-  if (bytes > 16) FAULT(site, "bounds", "cp.async of %u bytes; allowed are 0 to 16", bytes);
-  if (from % 16) FAULT(site, "misaligned", "cp.async from %p, which is no multiple of 16", src);
+  if (bytes > SIZE) FAULT(site, "bounds", "cp.async of %u bytes; allowed are 0 to %u", bytes, SIZE);
+  if (from % SIZE) FAULT(site, "misaligned", "cp.async from %p, which is no multiple of %u", src, SIZE);
   if (bytes) count_load(block, from, bytes, true, site);
   ++block.counters.async_copies;
-  open_destination(block, warp, offset, site);
+  open_destination<SIZE>(block, warp, offset, site);
   CopyList& copies = block.copies[current_thread()];
   if (copies.count == copies.capacity) copies.items = grown(copies.items, copies.capacity);
-  copies.items[copies.count++] = {from, offset, bytes, copies.committed, copies.next_serial++, nullptr};
+  copies.items[copies.count++] = {from, offset, bytes, SIZE, copies.committed, copies.next_serial++, nullptr};
 }
 
 OUT_OF_LINE void async_commit(Site site) {
@@ -61,7 +64,7 @@ OUT_OF_LINE void async_wait(u32 pending, Site site) {
   u32 landed = 0;
   while (landed < copies.count && copies.items[landed].group + pending < copies.committed) {
     const Copy& copy = copies.items[landed++];
-    land(block, copy.dst, copy.src, copy.bytes, epoch);
+    land(block, copy.dst, copy.src, copy.bytes, copy.size, epoch);
   }
   copies.count -= landed;
   if (landed) memmove((void*)copies.items, (const void*)(copies.items + landed), copies.count * sizeof(Copy));
@@ -99,7 +102,7 @@ OUT_OF_LINE void bulk_copy(u32 address, const void* src, u32 bytes, u32 mbarrier
   Mbarrier& mbarrier = find_mbarrier(block, warp, mbarrier_address, site);
   count_load(block, from, bytes, true, site);
   ++block.counters.bulk_copies;
-  for (u32 i = 0; i < bytes; i += 16) open_destination(block, warp, offset + i, site);
+  for (u32 i = 0; i < bytes; i += 16) open_destination<16>(block, warp, offset + i, site);
   push_event(block, {&mbarrier, from, offset, bytes, current_thread(), 0, site});
   yield_sometimes(block, site);
 }
@@ -110,7 +113,7 @@ OUT_OF_LINE void land_event(Block& block, u32 index) {
   Mbarrier& mbarrier = *event.mbarrier;
   if (event.bytes) {
     const Epoch epoch = epoch_of(block, mbarrier, event.thread, event.site);
-    for (u32 i = 0; i < event.bytes; i += 16) land(block, event.dst + i, event.src + i, 16, epoch);
+    for (u32 i = 0; i < event.bytes; i += 16) land(block, event.dst + i, event.src + i, 16, 16, epoch);
     mbarrier.tx -= event.bytes;
     complete_phase_if_due(block, mbarrier);
     return;
@@ -121,7 +124,7 @@ OUT_OF_LINE void land_event(Block& block, u32 index) {
   while (landed < copies.count && (i32)(copies.items[landed].serial - event.serial_end) < 0) {
     const Copy& copy = copies.items[landed++];
     const Epoch epoch = epoch_of(block, *copy.tracker, event.thread, event.site);
-    land(block, copy.dst, copy.src, copy.bytes, epoch);
+    land(block, copy.dst, copy.src, copy.bytes, copy.size, epoch);
     // This arrival also comes after copies that an earlier arrival, still to come, tracks.
     u32& seen = mbarrier.open.at[epoch % AGENTS];
     if (copy.tracker != &mbarrier && seen < epoch / AGENTS) seen = epoch / AGENTS;

@@ -18,6 +18,10 @@
 
 namespace emulator {
 
+// Four at a time, with the operators of C++; both compiler families have them.
+typedef i32 Words4 __attribute__((vector_size(16)));
+typedef float Floats4 __attribute__((vector_size(16)));
+
 constexpr u32 MAX_THREADS = 1024;
 constexpr u32 STACK_SHIFT = 17;
 constexpr u64 STACK_BYTES = 1ull << STACK_SHIFT;

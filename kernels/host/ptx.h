@@ -72,10 +72,11 @@ DEVICE void st_shared_f32x4(u32 addr, f32x4 v, SITE) { emulator::store_shared(ad
 DEVICE u32 atomic_add_shared_u32(u32 addr, u32 v, SITE) { return emulator::add_shared(addr, v, site); }
 
 // --- asynchronous copies, global to shared -------------------------------------------------------------------------
-DEVICE void cp_async_16(u32 dst, const void* src, SITE) { emulator::async_copy(dst, src, 16, site); }
+DEVICE void cp_async_16(u32 dst, const void* src, SITE) { emulator::async_copy<16>(dst, src, 16, site); }
 DEVICE void cp_async_16_zfill(u32 dst, const void* src, u32 src_bytes, SITE) {
-  emulator::async_copy(dst, src, src_bytes, site);
+  emulator::async_copy<16>(dst, src, src_bytes, site);
 }
+DEVICE void cp_async_4(u32 dst, const void* src, SITE) { emulator::async_copy<4>(dst, src, 4, site); }
 DEVICE void cp_async_commit(SITE) { emulator::async_commit(site); }
 template <int PENDING>
 DEVICE void cp_async_wait(SITE) {

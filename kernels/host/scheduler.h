@@ -204,7 +204,7 @@ OUT_OF_LINE void start_block(Block& block, u8* reservation, u64 index) {
     warp.index = i;
     warp.ready = warp.alive = FULL_WARP;
     warp.clock = warp.seen.at[i] = 1;
-    warp.epoch = make_epoch(1, i);
+    warp.epoch = warp.trusted = make_epoch(1, i);
   }
   for (u32 t = 0; t < block.num_threads; ++t) {
     u8* stack = reservation + t * STACK_BYTES;

@@ -87,14 +87,43 @@ INLINE u32 checked_offset(Block& block, u32 address, const char* what, Site site
   return offset;
 }
 
+// Whether a word has another writer than the one that the warp checked last.
+template <u32 BYTES>
+INLINE bool is_news(const u32* writers, Epoch trusted) {
+  if constexpr (BYTES == 16) {
+    const Words4 differ = *(const Words4*)writers != (i32)trusted;
+    return differ[0] | differ[1] | differ[2] | differ[3];
+  }
+  bool differs = false;
+  for (u32 i = 0; i < BYTES / 4; ++i) differs |= writers[i] != trusted;
+  return differs;
+}
+
+// Whether a warp has read a word later than this warp knows of. `reads` has four clocks for each warp.
+template <u32 BYTES>
+INLINE bool is_read_unordered(const Block& block, const u32* reads, const Clock& seen) {
+  if constexpr (BYTES == 16) {
+    Words4 later = {};
+    for (u32 k = 0; k < block.num_warps; ++k) later |= ((const Words4*)reads)[k] > (i32)seen.at[k];
+    return later[0] | later[1] | later[2] | later[3];
+  }
+  bool later = false;
+  for (u32 k = 0; k < block.num_warps; ++k) {
+    for (u32 i = 0; i < BYTES / 4; ++i) later |= reads[4 * k + i] > seen.at[k];
+  }
+  return later;
+}
+
 template <u32 BYTES>
 OUT_OF_LINE const u8* shared_read(u32 address, Site site) {
   Block& block = current_block();
   Warp& warp = current_warp(block);
   const u32 offset = checked_offset<BYTES>(block, address, "read", site);
   u32* shadow = shadow_of(block, offset);
-  for (u32 i = 0; i < BYTES / 4; ++i) {
-    if (shadow[i] != warp.trusted) check_writer(block, warp, shadow[i], offset + 4 * i, false, site);
+  if (is_news<BYTES>(shadow, warp.trusted)) {
+    for (u32 i = 0; i < BYTES / 4; ++i) {
+      if (shadow[i] != warp.trusted) check_writer(block, warp, shadow[i], offset + 4 * i, false, site);
+    }
   }
   u32* reads = shadow + 4 + 4 * warp.index;
   for (u32 i = 0; i < BYTES / 4; ++i) reads[i] = warp.clock;
@@ -105,14 +134,12 @@ OUT_OF_LINE const u8* shared_read(u32 address, Site site) {
 template <u32 BYTES>
 INLINE void stamp_write(Block& block, Warp& warp, u32 offset, Epoch epoch, Site site) {
   u32* shadow = shadow_of(block, offset);
-  for (u32 i = 0; i < BYTES / 4; ++i) {
-    if (shadow[i] != warp.trusted) check_writer(block, warp, shadow[i], offset + 4 * i, true, site);
+  if (is_news<BYTES>(shadow, warp.trusted)) {
+    for (u32 i = 0; i < BYTES / 4; ++i) {
+      if (shadow[i] != warp.trusted) check_writer(block, warp, shadow[i], offset + 4 * i, true, site);
+    }
   }
-  u32 unordered = 0;
-  for (u32 k = 0; k < block.num_warps; ++k) {
-    for (u32 i = 0; i < BYTES / 4; ++i) unordered |= shadow[4 + 4 * k + i] > warp.seen.at[k];
-  }
-  if (unordered) {
+  if (is_read_unordered<BYTES>(block, shadow + 4, warp.seen)) {
     for (u32 k = 0; k < block.num_warps; ++k) {
       for (u32 i = 0; i < BYTES / 4; ++i) {
         if (shadow[4 + 4 * k + i] > warp.seen.at[k]) report_race(block, offset + 4 * i, true, false, k, site);

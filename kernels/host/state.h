@@ -159,7 +159,8 @@ struct Mbarrier {
 struct Copy {
   u64 src;
   u32 dst;
-  u32 bytes;
+  u32 bytes;  // read from src; zeros fill the rest of `size`
+  u32 size;
   u32 group;
   u32 serial;
   Mbarrier* tracker;  // the first mbarrier that was told to track it, or null

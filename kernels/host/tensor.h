@@ -74,8 +74,10 @@ INLINE void multiply_fragments(Op op, float* c, const u32* a, u32 b0, u32 b1, Si
   collective(op, 0, own, site, [](Block& block, Fragments* const* lanes) {
     ++block.counters.mma;
     float a[16][16];
-    float b[16][8];
-    float sum[16][8] = {};
+    union {
+      float at[8];
+      Floats4 half[2];
+    } b[16], sum[16];
     for (u32 lane = 0; lane < WARP; ++lane) {
       const u32 group = lane / 4;
       const u32 pair = lane % 4 * 2;
@@ -87,17 +89,22 @@ INLINE void multiply_fragments(Op op, float* c, const u32* a, u32 b0, u32 b1, Si
       }
       for (u32 r = 0; r < 2; ++r) {
         const u32 bits = lanes[lane]->b[r];
-        b[pair + r * 8][group] = VALUE((u16)bits);
-        b[pair + r * 8 + 1][group] = VALUE((u16)(bits >> 16));
+        b[pair + r * 8].at[group] = VALUE((u16)bits);
+        b[pair + r * 8 + 1].at[group] = VALUE((u16)(bits >> 16));
       }
     }
     for (u32 i = 0; i < 16; ++i) {
+      Floats4 low = {};
+      Floats4 high = {};
       for (u32 k = 0; k < 16; ++k) {
-        for (u32 j = 0; j < 8; ++j) sum[i][j] += a[i][k] * b[k][j];
+        low += a[i][k] * b[k].half[0];
+        high += a[i][k] * b[k].half[1];
       }
+      sum[i].half[0] = low;
+      sum[i].half[1] = high;
     }
     for (u32 lane = 0; lane < WARP; ++lane) {
-      for (u32 r = 0; r < 4; ++r) lanes[lane]->c[r] += sum[lane / 4 + r / 2 * 8][lane % 4 * 2 + r % 2];
+      for (u32 r = 0; r < 4; ++r) lanes[lane]->c[r] += sum[lane / 4 + r / 2 * 8].at[lane % 4 * 2 + r % 2];
     }
   });
 }

@@ -20,19 +20,28 @@ DEVICE i64 load_id(const void* ids, bool wide, i64 index) {
   return wide ? (i64)ld_global_u64((const u64*)ids + index) : (i64)(i32)ld_global_u32((const u32*)ids + index);
 }
 
+// All loads come before the first use of one: every block starts with this, and waits for memory once.
 DEVICE Request load_request(const VerifyParams& p, int index) {
+  i32 q_begin = index * p.max_q_len, q_end = q_begin + p.max_q_len, tail_len = 0;
+  u32 id_begin = 0, id_begin_high = 0;
+  if (p.qo_indptr) {
+    q_begin = (i32)ld_global_u32(p.qo_indptr + index);
+    q_end = (i32)ld_global_u32(p.qo_indptr + index + 1);
+  }
+  const i32 kv_len = (i32)ld_global_u32(p.kv_lens + index);
+  if (p.tail_lens) tail_len = (i32)ld_global_u32(p.tail_lens + index);
+  if (p.kv_indptr) {
+    const u32* offset = (const u32*)p.kv_indptr + (p.wide_indptr ? 2 * (i64)index : index);
+    id_begin = ld_global_u32(offset);
+    if (p.wide_indptr) id_begin_high = ld_global_u32(offset + 1);
+  }
   Request r;
   r.index = index;
-  if (p.qo_indptr) {
-    r.q_begin = (i32)ld_global_u32(p.qo_indptr + index);
-    r.q_len = (i32)ld_global_u32(p.qo_indptr + index + 1) - r.q_begin;
-  } else {
-    r.q_begin = index * p.max_q_len;
-    r.q_len = p.max_q_len;
-  }
-  r.kv_len = (i32)ld_global_u32(p.kv_lens + index);
-  r.tail_len = p.tail_lens ? (i32)ld_global_u32(p.tail_lens + index) : r.q_len;
-  r.id_begin = p.kv_indptr ? load_id(p.kv_indptr, p.wide_indptr, index) : index * p.block_table_stride;
+  r.q_begin = q_begin;
+  r.q_len = q_end - q_begin;
+  r.kv_len = kv_len;
+  r.tail_len = p.tail_lens ? tail_len : r.q_len;
+  r.id_begin = p.kv_indptr ? (i64)((u64)id_begin_high << 32 | id_begin) : index * p.block_table_stride;
   return r;
 }
 

@@ -258,6 +258,7 @@ DEVICE void store_padding(const VerifyParams& p, Request r) {
   if (r.index != p.batch - 1) return;
   r.q_begin += r.q_len;
   const int rows = (p.num_tokens - r.q_begin) * p.num_heads;
+  if (rows == 0) return;  // as nearly always, at no more cost
   const int share = (rows + grid_dim_x() - 1) / grid_dim_x();
   const int first = min_int(block_idx_x() * share, rows);
   store_empty<THREADS>(p, r, first, min_int(first + share, rows));

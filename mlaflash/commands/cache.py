@@ -12,7 +12,7 @@ from mlaflash.commands.render import Column
 from mlaflash.emulator.build import SUFFIX
 from mlaflash.jit.cache import CubinCache, open_cache
 
-_COLUMNS = (Column("kernel", "left", fold=True), Column("for"), Column("KiB"))
+_COLUMNS = (Column("kernel", "left", fold=True, head=True), Column("for"), Column("KiB"))
 _OFF = "MLAFLASH_CACHE_DIR is the empty string: there is no cache on disk"
 
 

@@ -26,12 +26,12 @@ from mlaflash.lab.presets import PRESETS, cases
 from mlaflash.lab.target import Target, select_target
 
 _COLUMNS = (
-    Column("kernel", "left"),
-    Column("case", "left", fold=True),
+    Column("kernel", "left", head=True),
+    Column("case", "left", fold=True, head=True),
     Column("max abs"),
     Column("max rel"),
     Column("tolerance"),
-    Column("", "left"),
+    Column("", "left", head=True),
 )
 
 
@@ -44,7 +44,11 @@ _COLUMNS = (
     help="Problems to run; fewer and shorter ones on the emulator.",
 )
 @click.option(
-    "--kernel", "kernels", type=click.Choice(lab.CHECKED), multiple=True, help="Kernel to run (repeatable; default all)."
+    "--kernel",
+    "kernels",
+    type=click.Choice(lab.CHECKED),
+    multiple=True,
+    help="Kernel to run (repeatable; default all).",
 )
 @click.option(
     "--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Element type (repeatable; default all)."
@@ -66,9 +70,9 @@ def check(
 ) -> None:
     """Hold every kernel against the oracle.
 
-    Runs on the GPU when there is one, else on the emulator, and says which. A row `combine` is the kernel tile with its
-    KV split, whose parts combine merges. Errors are relative to the element, or to the root mean square of its row where
-    that is larger.
+    Runs on the GPU when there is one, else on the emulator, and says which. A row of combine is the kernel tile with
+    its KV split, whose parts combine merges. The relative error of an element is relative to the root mean square of
+    its row where that is larger than the element.
     """
     started = time.perf_counter()
     target, reason = select_target(device)

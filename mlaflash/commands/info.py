@@ -109,8 +109,8 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
     if "error" in gpu:
         return str(gpu["error"])
     return (
-        f"{gpu['name']}, {gpu['arch']}, {gpu['num_sms']} SMs, {gpu['shared_per_block']} bytes of shared memory a block, "
-        f"{gpu['l2_bytes'] / 2**20:.0f} MiB of L2"
+        f"{gpu['name']}, {gpu['arch']}, {gpu['num_sms']} SMs, {gpu['shared_per_block']} bytes of shared memory a "
+        f"block, {gpu['l2_bytes'] / 2**20:.0f} MiB of L2"
     )
 
 

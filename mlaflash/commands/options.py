@@ -54,19 +54,13 @@ def json_option(text: str) -> Callable[[_Command], _Command]:
     return click.option("--json", "as_json", is_flag=True, help=f"Print {text} and nothing else on stdout.")
 
 
-class IntList(click.ParamType):
-    """Integers with commas between them."""
-
-    name = "int,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Parse them."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is no list of integers such as 4,8,16.", param, ctx)
+def _int_list(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(dict.fromkeys(int(part) for part in value.split(",")))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of integers such as 4,8,16.", ctx, param) from None
 
 
 def axis_options(*, several: bool) -> Callable[[_Command], _Command]:
@@ -80,10 +74,14 @@ def axis_options(*, several: bool) -> Callable[[_Command], _Command]:
 
     def add(command: _Command) -> _Command:
         for axis in reversed(all_axes()):
-            kind: Any = IntList() if several else int
-            values = ",".join(map(str, axis.values))
-            text = f"{axis.help} By default {values} on a GPU." if several else axis.help
-            command = click.option(f"--{axis.name}", type=kind, help=text)(command)
+            if several:
+                values = ",".join(map(str, axis.values))
+                few = ",".join(map(str, axis.emulator_values))
+                text = f"{axis.help} By default {values} on a GPU, {few} on the emulator."
+                option = click.option(f"--{axis.name}", metavar="INT,...", callback=_int_list, help=text)
+            else:
+                option = click.option(f"--{axis.name}", type=int, help=axis.help)
+            command = option(command)
         return command
 
     return add

@@ -37,11 +37,14 @@ class Column:
     align : {"left", "right"}
     fold : bool
         Whether its cells may go over several lines where the terminal is narrow.
+    head : bool
+        Whether its cell stands without its title at the head of a row that takes several lines.
     """
 
     title: str
     align: Literal["left", "right"] = "right"
     fold: bool = False
+    head: bool = False
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
@@ -54,9 +57,7 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     """
     console = _stdout()
     widths = [max([len(column.title), *(len(row[i]) for row in rows)]) for i, column in enumerate(columns)]
-    least = [
-        min(width, _LEAST_FOLDED) if column.fold else width for column, width in zip(columns, widths, strict=True)
-    ]
+    least = [min(width, _LEAST_FOLDED) if column.fold else width for column, width in zip(columns, widths, strict=True)]
     if sum(least) + _GAP * (len(columns) - 1) > console.width:
         for row in rows:
             _stacked(console, columns, row)
@@ -70,12 +71,8 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _stacked(console: Console, columns: Sequence[Column], row: Sequence[str]) -> None:
-    heads = [text for column, text in zip(columns, row, strict=True) if column.fold or text in _STYLES]
-    others = [
-        f"{column.title} {text}"
-        for column, text in zip(columns, row, strict=True)
-        if not column.fold and text not in _STYLES and text
-    ]
+    heads = [text for column, text in zip(columns, row, strict=True) if column.head]
+    others = [f"{column.title} {text}" for column, text in zip(columns, row, strict=True) if text and not column.head]
     for line in textwrap.wrap("  ".join(heads), console.width, subsequent_indent="  "):
         console.print(_cell(line), soft_wrap=True)
     # A no-break space keeps a name and its value on one line.
@@ -108,6 +105,13 @@ def document(value: Any) -> None:
         What JSON holds; a number that is not finite is a defect of the caller.
     """
     _print(_stdout(), json.dumps(value, indent=2, allow_nan=False))
+
+
+def json_line(text: str) -> None:
+    """Print one line of JSON Lines at once: a reader may wait for it."""
+    console = _stdout()
+    _print(console, text)
+    console.file.flush()
 
 
 def note(text: str) -> None:

@@ -117,12 +117,14 @@ def source_path(kernel: str | Path) -> Path:
     UnsupportedError
         There is no such kernel.
     """
-    return kernel if isinstance(kernel, Path) else sources.read(kernel).path
+    if isinstance(kernel, Path):
+        return kernel.resolve()
+    path = sources.kernel_root() / f"{kernel}.cu"
+    # `read` knows how to refuse a name.
+    return path if path.is_file() else sources.read(kernel).path
 
 
-def compile_library(
-    kernel: str | Path, defines: Mapping[str, int], *, options: Sequence[str] = ()
-) -> CompiledLibrary:
+def compile_library(kernel: str | Path, defines: Mapping[str, int], *, options: Sequence[str] = ()) -> CompiledLibrary:
     """Compile a kernel for the CPU, whatever caches hold.
 
     Parameters
@@ -150,12 +152,13 @@ def compile_library(
     path = source_path(kernel)
     root = sources.kernel_root()
     arguments = (*find_compiler(), *_options(defines), *options)
-    placed = (f"-fmacro-prefix-map={root}=kernels", f"-I{root / 'include'}")
+    # Reports name files as a reader knows them, and the library does not depend on where the sources lie.
+    named = [f"-fmacro-prefix-map={folder}={short}" for folder, short in ((path.parent, "."), (root, "kernels"))]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mlaflash-") as folder:
         library = Path(folder) / f"kernel{SUFFIX}"
         result = subprocess.run(
-            [*arguments, *placed, "-o", str(library), str(path)],
+            [*arguments, *named, f"-I{root / 'include'}", "-o", str(library), str(path)],
             capture_output=True,
             text=True,
             errors="replace",
@@ -271,7 +274,5 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def _version(command: tuple[str, ...]) -> str:
-    result = subprocess.run(
-        [*command, "--version"], capture_output=True, text=True, errors="replace", check=False
-    )
+    result = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
     return result.stdout + result.stderr

@@ -305,9 +305,7 @@ def _segments(regions: Any) -> Any:
     cuts = sorted({bound for region in regions for bound in (region.base, region.base + region.bytes)})
     pieces: list[tuple[int, int, int]] = []
     for low, high in zip(cuts, cuts[1:], strict=False):
-        owner = next(
-            (i for i, r in enumerate(regions) if r.base <= low and high <= r.base + r.bytes), None
-        )
+        owner = next((i for i, r in enumerate(regions) if r.base <= low and high <= r.base + r.bytes), None)
         if owner is None:
             continue
         if pieces and pieces[-1][2] == owner and pieces[-1][0] + pieces[-1][1] == low:

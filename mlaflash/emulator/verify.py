@@ -108,12 +108,8 @@ def mla_verify(
     return out, lse
 
 
-def _run(
-    problem: Problem, schedule: Schedule, outputs: tuple[ArrayView, ArrayView], seed: int
-) -> list[Report]:
-    workspaces = {
-        w.name: np.full(w.shape, np.nan, numpy_dtype(w.dtype)) for w in schedule.workspaces
-    }
+def _run(problem: Problem, schedule: Schedule, outputs: tuple[ArrayView, ArrayView], seed: int) -> list[Report]:
+    workspaces = {w.name: np.full(w.shape, np.nan, numpy_dtype(w.dtype)) for w in schedule.workspaces}
     if problem.is_dense:
         workspaces["page_ids"] = np.arange(problem.batch, dtype=np.int32)
     pointers = {name: array.ctypes.data for name, array in workspaces.items()}

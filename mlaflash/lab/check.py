@@ -94,9 +94,7 @@ class _Run:
     case: Case
 
 
-def select(
-    all_cases: Sequence[Case], dtypes: Sequence[str] = (), names: Sequence[str] = ()
-) -> list[Case]:
+def select(all_cases: Sequence[Case], dtypes: Sequence[str] = (), names: Sequence[str] = ()) -> list[Case]:
     """Choose some problems of a preset.
 
     Parameters
@@ -114,11 +112,7 @@ def select(
     for name in names:
         if name not in known:
             raise InvalidArgumentError(f"case is {name!r}; this preset has {', '.join(known)}. Name one of them.")
-    kept = [
-        case
-        for case in all_cases
-        if (not dtypes or case.dtype in dtypes) and (not names or case.name in names)
-    ]
+    kept = [case for case in all_cases if (not dtypes or case.dtype in dtypes) and (not names or case.name in names)]
     if not kept:
         raise InvalidArgumentError(
             f"dtype is {', '.join(dtypes)} and case {', '.join(names) or 'any'}; no problem of this preset is both. "
@@ -225,7 +219,7 @@ def check(
             name,
             run.case.dtype,
             run.config,
-            compare(result.out, result.lse, *expected[name], limits),
+            compare(result.out, result.lse, expected[name][0], expected[name][1], limits),
             limits.rel,
         )
 

@@ -82,8 +82,8 @@ SPACES: Final[dict[str, Space]] = {
     "tile": Space(
         TileConfig,
         (
-            Axis("ht", tuple(sorted({c.ht for c in tile_candidates()})), (4, 8, 16), "Heads of a block."),
-            Axis("tk", tuple(sorted({c.tk for c in tile_candidates()})), (8, 16, 32), "KV tokens of a tile."),
+            Axis("ht", tuple(sorted({c.ht for c in tile_candidates()})), (1, 2, 4, 8, 16), "Heads of a block."),
+            Axis("tk", tuple(sorted({c.tk for c in tile_candidates()})), (4, 8, 16, 32), "KV tokens of a tile."),
             Axis("nsplit", (1, 4, 8, 16, 32, 64, 128), (1, 4), "Splits of the KV, a run-time number."),
         ),
     ),

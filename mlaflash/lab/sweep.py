@@ -16,13 +16,11 @@ import numpy as np
 
 from mlaflash import oracle
 from mlaflash.errors import (
-    CacheMissError,
     CompileError,
     EmulatorError,
     InvalidArgumentError,
     LaunchError,
     MissingDependencyError,
-    TileError,
     UnsupportedError,
 )
 from mlaflash.jit import CompiledKernel, compile_cached
@@ -30,7 +28,7 @@ from mlaflash.lab.check import describe
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.environment import versions
 from mlaflash.lab.inputs import Case, build
-from mlaflash.lab.target import Built, GpuTarget, Target, built_key, no_progress
+from mlaflash.lab.target import Built, Target, build_all, built_key, no_progress
 from mlaflash.masks import TreeMask
 from mlaflash.params import DL, D
 from mlaflash.schedule import Launch, Schedule
@@ -141,20 +139,24 @@ class RecordFile:
             raise InvalidArgumentError(
                 f"--out is {path}, which exists. Add --resume to continue it, or name another file."
             )
-        self.records = _read(path) if path.exists() else []
+        try:
+            self.records = _read(path) if path.exists() else []
+            self._write("")
+        except OSError as error:
+            raise InvalidArgumentError(f"--out is {path}, which cannot be used: {error}. Name another file.") from error
 
     def append(self, record: Record) -> None:
         """Write a record through to the operating system."""
+        self._write(record.to_json() + "\n")
+
+    def _write(self, text: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(record.to_json() + "\n")
+            file.write(text)
 
 
 def _read(path: Path) -> list[Record]:
     """Read the records; an unfinished last line, which an interrupted write leaves, is cut off."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InvalidArgumentError(f"--out is {path}, which cannot be read: {error}. Name another file.") from error
+    content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     records = []
     for number, line in enumerate(content[:whole].splitlines(), 1):
@@ -241,13 +243,13 @@ class Sweep:
         skipped = {record.candidate for record in done if record.key == self.key}
         inputs = build(self.case, self.seed)
         wanted = [
-            config
-            for config in configs
-            if (config.kernel, json.dumps(config.as_dict(), sort_keys=True)) not in skipped
+            config for config in configs if (config.kernel, json.dumps(config.as_dict(), sort_keys=True)) not in skipped
         ]
         candidates = [self._plan(inputs, config) for config in wanted]
         launches = [launch for candidate in candidates if candidate.schedule for launch in candidate.schedule.launches]
         failures = self.target.build(launches, progress)
+        if self.target.kind == "emulator":
+            failures |= self._compile_for_gpu(candidates, progress)
         if not candidates:
             return
         expected = oracle.mla_verify(**inputs)
@@ -257,11 +259,7 @@ class Sweep:
             progress("candidates", done_count, len(candidates))
             record = self._measure(candidate, loaded, expected, visible, failures)
             yield record
-            if (
-                record.status == "launch_failed"
-                and isinstance(self.target, GpuTarget)
-                and not self.target.is_usable()
-            ):
+            if record.status == "launch_failed" and isinstance(self.target, GpuTarget) and not self.target.is_usable():
                 raise LaunchError(
                     f"{candidate.kernel} {candidate.config.as_dict()} left this process without a GPU: {record.reason} "
                     "Run the same command with --resume: it goes on behind this candidate."
@@ -270,7 +268,7 @@ class Sweep:
     def _plan(self, inputs: Mapping[str, Any], config: KernelConfig) -> _Candidate:
         try:
             schedule = self.target.plan(inputs, config.kernel, config)
-        except UnsupportedError as error:
+        except (UnsupportedError, InvalidArgumentError) as error:
             return _Candidate(config.kernel, config, None, str(error))
         return _Candidate(config.kernel, config, schedule, "")
 
@@ -289,9 +287,9 @@ class Sweep:
             for launch in candidate.schedule.launches:
                 if built_key(launch) in failures:
                     raise failures[built_key(launch)]
-            found |= self._compiled(candidate.schedule)
+            found |= self._usage(candidate.schedule)
             result = self.target.verify(loaded, candidate.kernel, candidate.config, self.seed)
-        except (CompileError, CacheMissError) as error:
+        except CompileError as error:
             return self._record(candidate, "compile_failed", str(error), **found)
         except LaunchError as error:
             return self._record(candidate, "launch_failed", str(error), **found)
@@ -303,11 +301,11 @@ class Sweep:
             found["kv_bytes"] = requested_kv_bytes(candidate.config, self.case, visible)
         if not comparison.passed:
             return self._record(candidate, "wrong", describe(comparison), **found)
-        if isinstance(self.target, GpuTarget):
-            try:
-                timing = self.target.time(loaded, candidate.kernel, candidate.config, self.samples)
-            except LaunchError as error:
-                return self._record(candidate, "launch_failed", str(error), **found)
+        try:
+            timing = self.target.time(loaded, candidate.kernel, candidate.config, self.samples)
+        except LaunchError as error:
+            return self._record(candidate, "launch_failed", str(error), **found)
+        if timing is not None:
             found |= {
                 "median_us": round(timing.median_us, 2),
                 "p10_us": round(timing.p10_us, 2),
@@ -315,16 +313,23 @@ class Sweep:
             }
         return self._record(candidate, "ok", "", **found)
 
-    def _compiled(self, schedule: Schedule) -> dict[str, Any]:
+    def _usage(self, schedule: Schedule) -> dict[str, Any]:
         """Ask the compiler for registers and spills of the kernel that reads the KV."""
         if self.notes:
             return {}
+        compiled = self._compile(schedule.launches[0])
+        return {"registers": compiled.registers, "spill_bytes": compiled.spill_bytes}
+
+    def _compile_for_gpu(
+        self, candidates: Sequence[_Candidate], progress: Callable[[str, int, int], None]
+    ) -> dict[Built, CompileError]:
+        """Compile for the GPU that the emulator stands in for; without NVRTC, note that."""
+        launches = [candidate.schedule.launches[0] for candidate in candidates if candidate.schedule]
         try:
-            compiled = self._compile(schedule.launches[0])
+            return build_all(launches, self._compile, self.target.device.arch, progress)
         except MissingDependencyError as error:
             self.notes.append(f"registers and spills are not known: {error}")
             return {}
-        return {"registers": compiled.registers, "spill_bytes": compiled.spill_bytes}
 
     def _compile(self, launch: Launch) -> CompiledKernel:
         return compile_cached(launch.kernel, launch.defines, self.target.device.arch)
@@ -445,4 +450,3 @@ def _key(problem: Mapping[str, Any], seed: int, target: Target, used: Mapping[st
         "versions": used,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-

@@ -87,6 +87,26 @@ class Target(ABC):
     def build_one(self, launch: Launch) -> None:
         """Compile a kernel unless it is in the cache."""
 
+    def time(
+        self, loaded: Mapping[str, Any], kernel: str, config: KernelConfig | None, samples: int
+    ) -> Timing | None:
+        """Time a verify call from a cold level-2 cache; None where time means nothing.
+
+        Parameters
+        ----------
+        loaded : mapping of str to Any
+            From `load`.
+        kernel : str
+        config : KernelConfig or None
+        samples : int
+        """
+        del loaded, kernel, config, samples
+        return None
+
+    def is_usable(self) -> bool:
+        """Whether anything can still run: a kernel that faults leaves the process without its GPU."""
+        return True
+
     def plan(self, arguments: Mapping[str, Any], kernel: str, config: KernelConfig | None) -> Schedule:
         """Plan a verify call on NumPy arguments; nothing runs.
 
@@ -101,36 +121,55 @@ class Target(ABC):
     def build(
         self, launches: Iterable[Launch], progress: Callable[[str, int, int], None] = no_progress
     ) -> dict[Built, CompileError]:
-        """Compile the kernels of many launches side by side.
+        """Compile what launches need here; see `build_all`."""
+        return build_all(launches, self.build_one, self.name, progress)
 
-        Parameters
-        ----------
-        launches : iterable of Launch
-        progress : callable
-            Told what is done, how many are, and of how many.
 
-        Returns
-        -------
-        dict
-            The kernels, by `built_key`, that did not compile.
-        """
-        what = f"compiling kernels for {self.name}"
-        unique = {built_key(launch): launch for launch in launches}
-        failures: dict[Built, CompileError] = {}
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILERS)) as pool:
-            futures = {pool.submit(self.build_one, launch): key for key, launch in unique.items()}
-            progress(what, 0, len(futures))
-            try:
-                for done, future in enumerate(as_completed(futures), 1):
-                    try:
-                        future.result()
-                    except CompileError as error:
-                        failures[futures[future]] = error
-                    progress(what, done, len(futures))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return failures
+def build_all(
+    launches: Iterable[Launch],
+    build_one: Callable[[Launch], object],
+    place: str,
+    progress: Callable[[str, int, int], None] = no_progress,
+) -> dict[Built, CompileError]:
+    """Compile the kernels of many launches side by side.
+
+    Parameters
+    ----------
+    launches : iterable of Launch
+    build_one : callable
+        Compiles the kernel of one launch.
+    place : str
+        What they are compiled for, in words.
+    progress : callable
+        Told what is done, how many are, and of how many.
+
+    Returns
+    -------
+    dict
+        The kernels, by `built_key`, that did not compile.
+    """
+    what = f"compiling kernels for {place}"
+    unique = {built_key(launch): launch for launch in launches}
+    failures: dict[Built, CompileError] = {}
+    with ThreadPoolExecutor(compiler_threads()) as pool:
+        futures = {pool.submit(build_one, launch): key for key, launch in unique.items()}
+        progress(what, 0, len(futures))
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                try:
+                    future.result()
+                except CompileError as error:
+                    failures[futures[future]] = error
+                progress(what, done, len(futures))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return failures
+
+
+def compiler_threads() -> int:
+    """Compilations that run side by side."""
+    return min(os.cpu_count() or 1, MAX_COMPILERS)
 
 
 def built_key(launch: Launch) -> Built:
@@ -222,16 +261,7 @@ class GpuTarget(Target):
         compile_cached(launch.kernel, launch.defines, self.device.arch)
 
     def time(self, loaded: Mapping[str, Any], kernel: str, config: KernelConfig | None, samples: int) -> Timing:
-        """Time a verify call from a cold level-2 cache.
-
-        Parameters
-        ----------
-        loaded : mapping of str to Any
-            From `load`.
-        kernel : str
-        config : KernelConfig or None
-        samples : int
-        """
+        """Time a verify call from a cold level-2 cache."""
         import cupy
 
         from mlaflash.attention import mla_verify
@@ -247,7 +277,7 @@ class GpuTarget(Target):
             raise _launch_error(kernel, config, error) from error
 
     def is_usable(self) -> bool:
-        """Whether CUDA still answers: a kernel that faults leaves the process without a GPU."""
+        """Whether CUDA still answers."""
         import cupy
 
         try:
@@ -307,5 +337,6 @@ def _to_gpu(value: Any) -> Any:
 def _launch_error(kernel: str, config: KernelConfig | None, error: Exception) -> LaunchError:
     constants = " ".join(f"{name}={value}" for name, value in config.as_dict().items()) if config else "defaults"
     return LaunchError(
-        f"CUDA refused or aborted kernel {kernel!r} ({constants}): {error}. Run it under compute-sanitizer to see where."
+        f"CUDA refused or aborted kernel {kernel!r} ({constants}): {error}. Run it under "
+        "compute-sanitizer to see where."
     )

@@ -124,7 +124,7 @@ DEVICE void bulk_without_wait(const VerifyParams& p) {
 }
 
 DEVICE void shared_bounds(const VerifyParams& p) {
-  st_shared_f32x4(shared_base() + (p.wrong ? 4096 : 4080), f32x4{1, 2, 3, 4});
+  if (thread_idx() == 0) st_shared_f32x4(shared_base() + (p.wrong ? 4096 : 4080), f32x4{1, 2, 3, 4});
 }
 DEVICE void shared_below(const VerifyParams& p) {  // shared_base() was forgotten
   if (thread_idx() == 0) st_shared_u32(p.wrong ? 0 : shared_base(), 1);
@@ -240,7 +240,7 @@ DEVICE void unordered_atomic(const VerifyParams& p) {
   if (thread_idx() == 0) st_shared_u32(shared_base(), 0);
   if (!p.wrong) block_sync();
   for (int i = 0; i < 200; i++) warp_sync();
-  atomic_add_shared_u32(shared_base(), 1);
+  if (warp_idx()) atomic_add_shared_u32(shared_base(), 1);
 }
 DEVICE u32 deep(u32 depth) {
   volatile u32 frame[1024];

@@ -1,0 +1,218 @@
+"""``mlaflash sweep``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlaflash.commands import render
+from mlaflash.commands.options import (
+    DTYPES,
+    FAILED,
+    as_options,
+    axis_options,
+    device_option,
+    given_axes,
+    json_option,
+)
+from mlaflash.commands.render import Column
+from mlaflash.errors import InvalidArgumentError
+from mlaflash.lab.inputs import Case
+from mlaflash.lab.presets import KIMI_K2_SM_SCALE
+from mlaflash.lab.space import SPACES, check_axes, swept_kernels
+from mlaflash.lab.sweep import Record, RecordFile, Sweep, rank
+from mlaflash.lab.target import Target, select_target
+from mlaflash.tiles import KernelConfig
+
+_KV_LEN = {"gpu": 16384, "emulator": 128}
+_MASKS = ("causal", "none", "chain", "tree")
+_FAILURES = ("wrong", "compile_failed", "launch_failed")
+
+
+@click.command()
+@click.option("--q-len", type=click.IntRange(min=1), default=8, show_default=True, help="Draft tokens of a request.")
+@click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True, help="Query heads.")
+@click.option(
+    "--kv-len",
+    type=click.IntRange(min=1),
+    help=f"KV tokens of a request, its draft included. By default {_KV_LEN['gpu']} on a GPU, "
+    f"{_KV_LEN['emulator']} on the emulator.",
+)
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Requests.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Element type.")
+@click.option("--mask", type=click.Choice(_MASKS), default="causal", show_default=True, help="Mask of the draft.")
+@click.option("--page-size", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of a page.")
+@click.option("--sm-scale", type=float, default=KIMI_K2_SM_SCALE, show_default=True, help="Scale of the scores.")
+@click.option(
+    "--kernel",
+    "kernels",
+    type=click.Choice(tuple(SPACES)),
+    multiple=True,
+    help=f"Kernel to sweep (repeatable; default {', '.join(swept_kernels())}).",
+)
+@axis_options(several=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
+@click.option("--samples", type=click.IntRange(min=1), default=30, show_default=True, help="Timings of a candidate.")
+@device_option
+@click.option("--arch", metavar="ARCH", help="Without a GPU: whose limits and code to use. By default sm_120.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="JSON Lines file to which each record is added as soon as it is there.",
+)
+@click.option("--resume", is_flag=True, help="Continue --out: skip what it holds of this problem and environment.")
+@json_option("one JSON line for each candidate")
+def sweep(
+    q_len: int,
+    heads: int,
+    kv_len: int | None,
+    batch: int,
+    dtype: str,
+    mask: Any,
+    page_size: int,
+    sm_scale: float,
+    kernels: tuple[str, ...],
+    seed: int,
+    samples: int,
+    device: str,
+    arch: str | None,
+    out: Path | None,
+    resume: bool,
+    as_json: bool,
+    **constants: Any,
+) -> None:
+    """Try a kernel's constants on one problem and rank them.
+
+    Each candidate is held against the oracle before it is timed. On a GPU the median time from a cold level-2 cache
+    ranks; without one, which is no timing, the bytes of KV that the kernel loads, then spills, shared memory and
+    registers.
+    """
+    if resume and out is None:
+        raise InvalidArgumentError("--resume is given without --out. Name the file to continue.")
+    if arch is not None and device == "gpu":
+        raise InvalidArgumentError(f"--arch is {arch} with --device gpu, which has its own. Leave one out.")
+    target, reason = select_target("emulator" if arch else device, arch)
+    names = kernels or tuple(swept_kernels())
+    chosen = given_axes(constants)
+    check_axes(names, list(chosen))
+    configs = [config for name in names for config in SPACES[name].candidates(target.kind, chosen)]
+    options = {
+        "q_len": q_len,
+        "heads": heads,
+        "kv_len": kv_len or _KV_LEN[target.kind],
+        "batch": batch,
+        "dtype": dtype,
+        "mask": mask,
+        "page_size": page_size,
+        "sm_scale": sm_scale,
+    }
+    case = _case(options)
+    where = {"seed": seed, "device": target.kind} | ({} if target.kind == "gpu" else {"arch": target.device.arch})
+
+    def command(config: KernelConfig) -> str:
+        return f"mlaflash sweep {as_options({'kernel': config.kernel, **config.as_dict(), **options, **where})}"
+
+    file = RecordFile(out, resume=resume) if out is not None else None
+    run = Sweep(target, case, seed=seed, command=command, samples=samples)
+    say = render.note if as_json else render.paragraph
+    say(_where(target, case, len(configs), reason))
+    wanted = {(config.kernel, tuple(config.as_dict().items())) for config in configs}
+    records = [
+        record
+        for record in (file.records if file else [])
+        if record.key == run.key and (record.kernel, tuple(record.config.items())) in wanted
+    ]
+    if records:
+        render.note(f"{len(records)} of them are in {out} already")
+    if as_json:
+        for record in records:
+            render.json_line(record.to_json())
+    try:
+        with render.progress() as progress:
+            for record in run.run(configs, done=records, progress=progress):
+                if file is not None:
+                    file.append(record)
+                if as_json:
+                    render.json_line(record.to_json())
+                records.append(record)
+    except KeyboardInterrupt:
+        kept = f"{len(records)} records are in {out}; go on with --resume" if out else "there was no --out to keep them"
+        render.note(f"interrupted: {kept}")
+        raise
+    for text in run.notes:
+        render.note(text)
+    if not as_json:
+        _show(records, target)
+    passed = rank(records) and not any(record.status in _FAILURES for record in records)
+    if not passed:
+        sys.exit(FAILED)
+
+
+def _case(options: Mapping[str, Any]) -> Case:
+    batch = options["batch"]
+    return Case(
+        name="-".join(str(value) for value in options.values()),
+        q_lens=(options["q_len"],) * batch,
+        kv_lens=(options["kv_len"],) * batch,
+        heads=options["heads"],
+        sm_scale=options["sm_scale"],
+        page_size=options["page_size"],
+        dtype=options["dtype"],
+        mask=options["mask"],
+    )
+
+
+def _where(target: Target, case: Case, count: int, reason: str) -> str:
+    problem = (
+        f"{count} candidates on {case.batch} x {case.q_lens[0]} tokens x {case.heads} heads, {case.kv_lens[0]} KV "
+        f"tokens, {case.dtype}, mask {case.mask}"
+    )
+    if target.kind == "gpu":
+        return f"{problem}; {target.name} ({target.device.arch}), medians from a cold level-2 cache"
+    why = f" ({reason})" if reason else ""
+    return (
+        f"{problem}; on the emulator{why} with the limits and the compiler of {target.device.arch}: THIS IS NO TIMING, "
+        "it ranks by bytes of KV loaded, spills, shared memory and registers"
+    )
+
+
+def _show(records: Sequence[Record], target: Target) -> None:
+    axes = list(dict.fromkeys(name for record in records for name in record.config))
+    timed = ("median us", "p10", "p90") if target.kind == "gpu" else ()
+    columns = [Column("rank", head=True), Column("kernel", "left", head=True)]
+    columns += [Column(title) for title in (*axes, *timed, "KV bytes", "shared", "regs", "spills")]
+    columns.append(Column("", "left", head=True))
+    ranked = rank(records)
+    others = [record for record in records if record.status != "ok"]
+    rows = []
+    for place, record in enumerate([*ranked, *others], 1):
+        numbers: list[float | None] = [record.config.get(name) for name in axes]
+        if timed:
+            numbers += [record.median_us, record.p10_us, record.p90_us]
+        numbers += [record.kv_bytes, record.shared_bytes, record.registers, record.spill_bytes]
+        shown_place = str(place) if record.status == "ok" else "-"
+        rows.append((shown_place, record.kernel, *map(_number, numbers), record.status))
+    if rows:
+        render.table(columns, rows)
+    over = [record for record in others if record.status == "invalid" and record.shared_bytes > record.shared_limit]
+    if over:
+        render.paragraph(
+            f"{len(over)} invalid: they ask for more shared memory than the {over[0].shared_limit} bytes that "
+            f"{target.device.name} ({target.device.arch}) allows a block"
+        )
+    for record in others:
+        if record not in over:
+            render.line(f"{record.status}: {record.reason}")
+            render.line(f"  repeat with: {record.command}")
+    if not ranked:
+        render.line("no candidate is ok")
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,72 @@
+"""Problems that every kernel must solve, shared by the tests on the emulator and on a GPU."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mlaflash import oracle
+from mlaflash.lab.compare import compare, tolerance
+from mlaflash.lab.inputs import Case, build
+from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
+
+SCALE = 0.14468
+
+BASE = Case(name="base", q_lens=(3, 5), kv_lens=(37, 70), heads=8, sm_scale=SCALE, page_size=16, dtype="float32")
+
+# Named after the reports that they come from, where there is one.
+CASES = [
+    replace(BASE, name="a1-q-longer-than-kv", q_lens=(9, 4), kv_lens=(4, 4)),
+    replace(BASE, name="a2-empty-request", q_lens=(2, 3, 2), kv_lens=(20, 0, 17)),
+    replace(BASE, name="a8-zero-length-between", q_lens=(2, 0, 1), kv_lens=(19, 0, 33)),
+    replace(BASE, name="c3-eight-tokens-own-masks", q_lens=(8,), kv_lens=(24,), mask="tree"),
+    replace(BASE, name="c4-block-table", q_lens=(4, 4), kv_lens=(40, 9), addressing="block_table"),
+    replace(BASE, name="c7-ragged", q_lens=(1, 4, 2), kv_lens=(33, 21, 5)),
+    *(replace(BASE, name=f"c8-heads-{h}", heads=h, q_lens=(2,), kv_lens=(35,)) for h in (1, 4, 5, 10, 12, 16, 20, 96)),
+    replace(BASE, name="c10-zero-scale", sm_scale=0.0),
+    replace(BASE, name="c10-negative-scale", sm_scale=-SCALE, mask="tree"),
+    replace(BASE, name="c12-long-prefix", q_lens=(1,), kv_lens=(300,)),
+    replace(BASE, name="c13-soft-cap", logit_cap=30.0),
+    replace(BASE, name="c13-tight-soft-cap", logit_cap=0.5, mask="tree", dtype="bfloat16"),
+    replace(BASE, name="d1-later-columns", q_lens=(7, 12), kv_lens=(30, 50), mask="dense"),
+    replace(BASE, name="none", mask="none"),
+    replace(BASE, name="wide-tree", q_lens=(70,), kv_lens=(90,), heads=1, mask="tree", dtype="bfloat16"),
+    replace(BASE, name="dense-cache", addressing="dense", mask="tree", dtype="float16"),
+    replace(BASE, name="pairs", paired=True, dtype="bfloat16", id_dtype="int64"),
+    replace(BASE, name="new-kv", new_kv=True, mask="tree", dtype="bfloat16"),
+    replace(BASE, name="new-kv-short", new_kv=True, q_lens=(6, 3), kv_lens=(2, 3)),
+    replace(BASE, name="new-kv-pairs", new_kv=True, paired=True, q_lens=(1, 3), kv_lens=(1, 50), dtype="float16"),
+    *(
+        replace(BASE, name=f"e9-page-{size}", page_size=size, id_dtype=ids, dtype="bfloat16")
+        for size, ids in ((1, "int32"), (16, "int64"), (32, "int32"), (48, "int64"), (64, "int32"))
+    ),
+]
+
+
+def run_and_compare(run: Any, case: Case, config: KernelConfig, seed: int, **extra: Any) -> None:
+    """Hold `run(**arguments)` against the oracle on the case's inputs."""
+    arguments = build(case, seed) | extra
+    expected_out, expected_lse = oracle.mla_verify(**arguments)
+    out, lse = run(**arguments, kernel=config.kernel, tiles=config, validate=True)
+    result = compare(out, lse, expected_out, expected_lse, tolerance(case.dtype, case.dtype))
+    assert result.passed, (
+        f"{case.name} {config}: {result.reason}; {result.worst_array}{list(result.worst_index)} is "
+        f"{result.worst_actual}, expected {result.worst_expected}"
+    )
+
+
+def configs() -> Iterator[KernelConfig]:
+    """One configuration of each kernel and path: direct and split output, heads that HT does not divide."""
+    yield NaiveConfig()
+    yield TileConfig(nsplit=1)
+    yield TileConfig(nsplit=5)
+
+
+def config_id(config: KernelConfig) -> str:
+    return "-".join([config.kernel, *(f"{k}{v}" for k, v in config.as_dict().items())])
+
+
+def assert_same(left: tuple[Any, Any], right: tuple[Any, Any]) -> None:
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
