@@ -2,24 +2,23 @@
 //
 // out = sum_s w[s] * partial_out[s] / sum_s w[s] with w[s] = 2^(partial_lse[s] - max), lse = ln 2 * (max + log2 sum_s w[s]).
 //
-// One block: 4 warps. SPLIT_WARPS of them share the splits of one item, an item being 128 columns of one (token, head)
-// row; a lane owns 4 columns.
-//   grid   (T * H, SPLIT_WARPS, 1); block 128 threads; shared memory Smem::BYTES (6,208), whatever num_splits is
-//   splits any number from 1 to MAX_SPLITS, at run time
-// Idea: the kernel is short, so latency decides. The first BATCH partial loads of every warp are in flight before the
-// weights are known, and each later batch is loaded while the one before it is summed.
-// SPLIT_WARPS = 4 is for few rows and many splits, 1 for many rows and few splits (no sum across warps).
-// The merge is the one of split-KV ("flash") decoding; out rows and partials start on 16 bytes.
+// SPLIT_WARPS warps share the splits of one item: 128 columns of one (token, head) row, of which a lane owns 4. A block is at least
+// 4 warps: with fewer SPLIT_WARPS it has several items of the same row.
+// Grid:   x = T * H, y = 4 / items of a block. Block: 32 * max(4, SPLIT_WARPS) threads.
+// Shared: 4,096 + 520 * max(4, SPLIT_WARPS) bytes, whatever num_splits is: 1 to MAX_SPLITS, at run time.
+// Idea:   the kernel is short, so latency decides. The first BATCH partial loads of every warp are in flight before the weights
+//         are known, and each later batch is loaded while the one before it is summed. Many splits of few rows take many warps,
+//         so that one batch is all; few splits of many rows take one, which needs no sum across warps.
+// Source: the merge of split-KV decoding (Flash-Decoding). Rows of out and of the partials start on 16 bytes.
 #include "addressing.cuh"
 
-constexpr int WARPS = 4;
+constexpr int WARPS = SPLIT_WARPS < 4 ? 4 : SPLIT_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int COLUMNS = 4 * WARP;  // of one item
 constexpr int ITEMS = WARPS / SPLIT_WARPS;
 constexpr int BATCH = SPLIT_WARPS == 1 ? 4 : 8;  // loads a lane has in flight
 constexpr int MAX_SPLITS = 1024;
-static_assert(SPLIT_WARPS == 1 || SPLIT_WARPS == 2 || SPLIT_WARPS == 4, "an item's warps divide the block");
-static_assert(ITEMS * SPLIT_WARPS * COLUMNS == DL, "gridDim.y == SPLIT_WARPS covers a row");
+static_assert(WARPS % SPLIT_WARPS == 0 && DL % (ITEMS * COLUMNS) == 0, "blocks have whole items, rows whole blocks");
 
 struct Smem {
   static constexpr u32 WEIGHTS = 0;                            // float32 [MAX_SPLITS]
@@ -31,7 +30,7 @@ struct Smem {
 
 struct Thread {
   int lane, warp;
-  i64 row;     // token * H + head
+  int row;     // token * H + head
   i64 rows;    // T * H
   int column;  // first of the lane's 4
   int first_split;
@@ -154,7 +153,7 @@ DEVICE f32x4 sum_over_warps(f32x4 sum, const Thread& t, u32 smem) {
 }
 
 DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, Weights weights) {
-  const int token = (int)(t.row / p.num_heads), head = (int)(t.row % p.num_heads);
+  const int token = t.row / p.num_heads, head = t.row % p.num_heads;
   const float scale = weights.sum == 0.f ? 0.f : 1.f / weights.sum;
   store_quad<OUT_DTYPE>(
       element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column),

@@ -56,9 +56,10 @@ struct Warp {
 DEVICE Warp locate(u32 smem) {
   Warp w;
   w.lane = lane_idx();
-  w.group = warp_idx() / COLUMN_WARPS;
-  w.column = warp_idx() % COLUMN_WARPS;
-  w.ring = smem + Smem::RINGS + warp_idx() * Smem::RING_BYTES;
+  const int warp = (int)shfl_u32(warp_idx(), 0);  // so that the compiler knows it to be uniform, and with it all branches
+  w.group = warp / COLUMN_WARPS;
+  w.column = warp % COLUMN_WARPS;
+  w.ring = smem + Smem::RINGS + warp * Smem::RING_BYTES;
   w.keys = w.ring + slice_offset(w.lane % 8 + w.lane / 16 * 8, w.lane / 8 % 2);
   w.values = w.ring + slice_offset(w.lane % 16, w.lane / 16);
   w.scores = smem + Smem::EXCHANGE + w.group * COLUMN_WARPS * Smem::SCORES_BYTES + w.lane * 16;
@@ -164,6 +165,11 @@ DEVICE void find_row(const VerifyParams& p, const Warp& w, Source& s, u32 id) {
   if (s.tile >= s.end) return;
   const int token = token_of(w, s.tile);
   s.row = s.tile < s.first_masked ? cached_row(p, id, token) : masked_row(p, s, id, token);
+}
+
+// The page id of the lane's token in the next tile, which goes to `stage`.
+DEVICE u32 copied_id(const Warp& w, const Source& s, u32 stage) {
+  return has_id(s, s.tile, token_of(w, s.tile)) ? ld_shared_u32(stage + Smem::IDS + w.lane % TILE * 4) : 0;
 }
 
 // Copies the next tile to `stage`, and the ids of the tile that comes there after it. They land together, so that no id is waited
@@ -364,7 +370,7 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
     publish_scores(w, buffer, s);
     u32 v[V_AHEAD + 1][4];
     first_values(w.values + stage, v);
-    find_row(p, w, source, ld_shared_u32(w.ring + stage + Smem::IDS + w.lane % TILE * 4));
+    find_row(p, w, source, copied_id(w, source, w.ring + stage));
     add_scores(w, buffer, s);
     soft_cap(p, s);
     if (tile >= source.first_masked) mask_tile(p, w, tile, s);

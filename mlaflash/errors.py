@@ -125,8 +125,8 @@ class EmulatorError(MlaFlashError, RuntimeError):
     message : str
         What was caught, where.
     kind : str
-        One of ``race``, ``bounds``, ``misaligned``, ``deadlock``, ``divergence``, ``barrier``,
-        ``poison``.
+        One of ``race``, ``poison``, ``async``, ``bounds``, ``misaligned``, ``barrier``, ``divergence``,
+        ``deadlock``, ``stack``.
     report : object
         What the emulator had counted until then, or None.
     """

@@ -119,7 +119,7 @@ def plan(
     TileError
         The configuration does not fit the device.
     """
-    config = _choose(kernel, tiles)
+    config = _choose(kernel, tiles, problem, device)
     check_shared(config, device, problem.dtype)
     if isinstance(config, NaiveConfig):
         return _plan_naive(problem, config)
@@ -128,7 +128,7 @@ def plan(
     raise UnsupportedError(f"kernel {config.kernel!r} is not one of {', '.join(KERNELS)}.")
 
 
-def _choose(kernel: str | None, tiles: KernelConfig | None) -> KernelConfig:
+def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, device: Device) -> KernelConfig:
     name = kernel if kernel not in (None, "auto") else (tiles.kernel if tiles is not None else "tile")
     if name not in KERNELS:
         raise UnsupportedError(f"kernel is {name!r}; allowed are {', '.join(KERNELS)}, or None to have it chosen.")
@@ -138,7 +138,10 @@ def _choose(kernel: str | None, tiles: KernelConfig | None) -> KernelConfig:
                 f"tiles is {tiles!r} and kernel is {name!r}; the tiles must be those of the kernel. Leave one out."
             )
         return tiles
-    return NaiveConfig() if name == "naive" else TileConfig()
+    if name == "naive":
+        return NaiveConfig()
+    large = TileConfig(tk=32)
+    return large if large.shared_bytes(problem.dtype) <= device.shared_per_block else TileConfig()
 
 
 def _plan_naive(problem: Problem, config: NaiveConfig) -> Schedule:
@@ -209,8 +212,8 @@ def with_combine(problem: Problem, config: KernelConfig, launch: Launch, splits:
         "combine",
         types | {"SPLIT_WARPS": combine.split_warps(splits)},
         combine.grid(problem.rows, splits),
-        combine.BLOCK,
-        combine.SHARED_BYTES,
+        combine.block(splits),
+        combine.shared_bytes(splits),
     )
     workspaces = (
         Workspace("partial_out", (splits, problem.rows, 512), partial_dtype),

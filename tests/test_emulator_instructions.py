@@ -20,10 +20,11 @@ PARAMS = np.dtype(
     [("a", "u8"), ("b", "u8"), ("out", "u8"), ("counter", "u8"), ("op", "i4"), ("variant", "i4"), ("threads", "i4")],
     align=True,
 )
-OPS = (
-    "indices global_copies shared_copies ldmatrix matrix_transpose mma conversions arithmetic async_groups async_fill"
-    " async_ring bulk_ring named_barriers shared_atomics global_atomics shuffles hints"
-).split()
+OPS = [
+    *("indices", "global_copies", "shared_copies", "ldmatrix", "matrix_transpose", "mma", "conversions"),
+    *("arithmetic", "async_groups", "async_fill", "async_ring", "bulk_ring", "named_barriers", "shared_atomics"),
+    *("global_atomics", "shuffles", "hints"),
+]
 SEEDS = range(4)
 
 Run = Callable[..., np.ndarray]
@@ -212,11 +213,9 @@ def float_samples(rng: np.random.Generator) -> np.ndarray:
     finite = f16[np.isfinite(f16)]
     ties = [finite[:-1] / 2 + finite[1:] / 2, ((exact.astype(np.uint32) << 16) | 0x8000).view(np.float32)]
     near = [np.nextafter(ties[0], np.float32(0)), np.nextafter(ties[0], np.float32(np.inf))]
-    edges = np.array(
-        [0, -0.0, np.inf, -np.inf, 65504, 65519.996, 65520, -65520, 65536, 3.4e38, 3.3895e38, 3.396e38, 1e-45, -1e-45]
-        + [2.0**-24, 2.0**-25, 2.0**-25 * 1.0000001, 2.0**-26, 2.0**-14, 2.0**-14 - 2.0**-26, 2.0**-126, 2.0**-133],
-        np.float32,
-    )
+    f16_edges = [65504, 65519.996, 65520, -65520, 65536, 2.0**-24, 2.0**-25, 2.0**-25 * 1.0000001, 2.0**-26, 2.0**-14]
+    bf16_edges = [3.4e38, 3.3895e38, 3.396e38, 1e-45, -1e-45, 2.0**-14 - 2.0**-26, 2.0**-126, 2.0**-133]
+    edges = np.array([0, -0.0, np.inf, -np.inf, *f16_edges, *bf16_edges], np.float32)
     parts = [f16, bf16, *ties, *near, edges, words(rng, 20000).view(np.float32)]
     samples = np.concatenate([part.ravel() for part in parts])
     return samples[: samples.size // 512 * 512]

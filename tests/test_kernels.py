@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlaflash import Device
-from mlaflash.combine import SHARED_BYTES
+from mlaflash import Device, combine
 from mlaflash.jit import compile_kernel
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, dtype_defines, tile_candidates
 
@@ -34,10 +33,10 @@ def test_shipped_tiles_compile_without_spills(arch: str, config: KernelConfig, d
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("split_warps", [1, 4])
-def test_combine_compiles_without_spills(arch: str, split_warps: int) -> None:
-    defines = dtype_defines("bfloat16", "bfloat16", "float32") | {"SPLIT_WARPS": split_warps}
-    assert_clean("combine", defines, arch, SHARED_BYTES)
+@pytest.mark.parametrize("num_splits", [2, 20, 64, 1024])
+def test_combine_compiles_without_spills(arch: str, num_splits: int) -> None:
+    defines = dtype_defines("bfloat16", "bfloat16", "float32") | {"SPLIT_WARPS": combine.split_warps(num_splits)}
+    assert_clean("combine", defines, arch, combine.shared_bytes(num_splits))
 
 
 @pytest.mark.slow
@@ -57,6 +56,7 @@ def test_every_valid_tile_compiles_without_spills(arch: str, config: KernelConfi
 @pytest.mark.parametrize("partial_dtype", DTYPES)
 @pytest.mark.parametrize("out_dtype", DTYPES)
 def test_every_combine_compiles_without_spills(arch: str, partial_dtype: str, out_dtype: str) -> None:
-    for split_warps in (1, 2, 4):
-        defines = dtype_defines(out_dtype, out_dtype, partial_dtype) | {"SPLIT_WARPS": split_warps}
-        assert_clean("combine", defines, arch, SHARED_BYTES)
+    for num_splits in (2, 20, 64, 1024):
+        defines = dtype_defines(out_dtype, out_dtype, partial_dtype)
+        defines |= {"SPLIT_WARPS": combine.split_warps(num_splits)}
+        assert_clean("combine", defines, arch, combine.shared_bytes(num_splits))

@@ -1,11 +1,11 @@
 """Constants of the kernels: refusals, and shared memory on which Python and CUDA agree."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from mlaflash import Device, InvalidArgumentError, TileError
-from mlaflash.combine import SHARED_BYTES
+from mlaflash import Device, InvalidArgumentError, TileError, combine
 from mlaflash.jit.compiler import compile_sources
 from mlaflash.jit.sources import read
 from mlaflash.tiles import NaiveConfig, TileConfig, check_shared, dtype_defines, tile_candidates
@@ -57,10 +57,20 @@ def test_shared_bytes_agree_with_naive(dtype: str) -> None:
     agrees("naive", dtype_defines(dtype, dtype, "float32"), NaiveConfig().shared_bytes(dtype))
 
 
-def test_shared_bytes_agree_with_combine() -> None:
-    agrees("combine", dtype_defines("float32", "float32", "float32") | {"SPLIT_WARPS": 4}, SHARED_BYTES)
+@pytest.mark.parametrize("num_splits", [2, 20, 64, 1024])
+def test_shared_bytes_agree_with_combine(num_splits: int) -> None:
+    defines = dtype_defines("float32", "float32", "float32") | {"SPLIT_WARPS": combine.split_warps(num_splits)}
+    agrees("combine", defines, combine.shared_bytes(num_splits))
 
 
 def test_a_wrong_number_does_not_agree() -> None:
     with pytest.raises(Exception, match=r"mlaflash\.tiles says 1"):
         agrees("naive", dtype_defines("float32", "float32", "float32"), 1)
+
+
+def test_the_table_of_bytes_in_the_kernels_readme_is_this_sum() -> None:
+    text = (Path(__file__).parents[1] / "kernels" / "README.md").read_text()
+    table = text.split("<!-- tile-bytes -->")[1].split("<!-- /tile-bytes -->")[0]
+    header, _, *rows = (line.strip("| ").split(" | ") for line in table.strip().splitlines())
+    found = {(int(row[0].strip("*")), int(tk)): n for row in rows for tk, n in zip(header[1:], row[1:], strict=True)}
+    assert found == {(c.ht, c.tk): f"{c.shared_bytes():,}" for c in tile_candidates()}

@@ -31,8 +31,8 @@ OUT_OF_LINE void arrive_on_barrier(Block& block, Warp& warp, u32 id, u32 threads
           barrier.arrived, barrier.expected);
   }
   if (barrier.arrived_warps >> warp.index & 1) {
-    FAULT(site, "barrier", "the warp arrives twice on named barrier %u before its %u threads have arrived (%u have)", id,
-          threads, barrier.arrived);
+    FAULT(site, "barrier", "the warp arrives twice on named barrier %u before its %u threads have arrived (%u have)",
+          id, threads, barrier.arrived);
   }
   barrier.expected = threads;
   barrier.arrived += WARP;

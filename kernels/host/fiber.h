@@ -93,8 +93,8 @@ mlaflash_fiber_switch:
   jmp *%rcx
   .size mlaflash_fiber_switch, . - mlaflash_fiber_switch
 )");
-constexpr u32 CONTINUE_WORD = 6;    // index of that address
-constexpr u32 FRAME_WORDS = 8;      // one word more, so that the entry sees the alignment that a call leaves
+constexpr u32 CONTINUE_WORD = 6;  // index of that address
+constexpr u32 FRAME_WORDS = 8;    // one word more, so that the entry sees the alignment that a call leaves
 #else
 asm(R"(
   .text
@@ -146,8 +146,8 @@ INLINE void context_init(Context& context, u8* stack, u64 bytes, void (*entry)()
 // Address space for the stacks of MAX_THREADS threads and the block's state behind them; null if there is none left.
 // Pages take memory when they are first touched.
 OUT_OF_LINE u8* reserve_stacks() {
-  u8* raw = (u8*)mmap(nullptr, 2 * RESERVATION_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                      -1, 0);
+  u8* raw = (u8*)mmap(nullptr, 2 * RESERVATION_BYTES, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == (u8*)MAP_FAILED) return nullptr;
   u8* aligned = (u8*)(((u64)(uintptr_t)raw + RESERVATION_BYTES - 1) & ~(RESERVATION_BYTES - 1));
   if (aligned > raw) munmap(raw, aligned - raw);

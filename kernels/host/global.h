@@ -6,14 +6,14 @@
 namespace emulator {
 
 [[noreturn]] [[maybe_unused]] static __attribute__((noinline, cold)) void fault_global_bounds(const Launch& launch,
-                                                                                             u64 address, u64 bytes,
-                                                                                             const char* what,
-                                                                                             Site site) {
+                                                                                              u64 address, u64 bytes,
+                                                                                              const char* what,
+                                                                                              Site site) {
   const Array* nearest = nullptr;
   u64 least = ~0ull;
   for (u64 i = 0; i < launch.num_arrays; ++i) {
     const Array& array = launch.arrays[i];
-    const u64 distance = address < array.base ? array.base - address
+    const u64 distance = address < array.base                         ? array.base - address
                          : address + bytes > array.base + array.bytes ? address + bytes - array.base - array.bytes
                                                                       : 0;
     if (distance < least) {
@@ -23,8 +23,8 @@ namespace emulator {
   }
   if (!address) FAULT(site, "bounds", "%s of %llu bytes through a null pointer", what, bytes);
   if (!nearest) FAULT(site, "bounds", "%s of %llu bytes at %#llx; no array is registered", what, bytes, address);
-  FAULT(site, "bounds", "%s of %llu bytes outside every array; the nearest is %s, at byte %lld of its %llu", what, bytes,
-        nearest->name, (i64)(address - nearest->base), nearest->bytes);
+  FAULT(site, "bounds", "%s of %llu bytes outside every array; the nearest is %s, at byte %lld of its %llu", what,
+        bytes, nearest->name, (i64)(address - nearest->base), nearest->bytes);
 }
 
 INLINE bool holds(u64 base, u64 size, u64 address, u64 bytes) {

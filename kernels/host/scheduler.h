@@ -1,7 +1,7 @@
 // Which fiber runs next, and the life of a block.
 //
-// A fiber runs until it has to wait, or to an instruction where another thread could overtake it. Warps and the order of
-// the lanes are drawn from a generator that is seeded with the launch's seed and the block's index alone.
+// A fiber runs until it has to wait, or to an instruction where another thread could overtake it. Warps and the order
+// of the lanes are drawn from a generator that is seeded with the launch's seed and the block's index alone.
 #pragma once
 #include "fault.h"
 
@@ -57,10 +57,11 @@ OUT_OF_LINE void describe_lanes(u32 lanes, Text& text) {
         describe_lanes(lanes, text);
         const Mbarrier& mbarrier = block.mbarriers[m];
         const Site site = block.sites[i * WARP + (u32)__builtin_ctz(lanes)];
-        text.add(" at the mbarrier at shared + %u for parity %u (%u phases complete, %u of %u arrivals and %lld bytes "
-                 "pending), %s:%d; ",
-                 mbarrier.offset, parity, mbarrier.phase, mbarrier.pending, mbarrier.count, mbarrier.tx, site.file,
-                 site.line);
+        text.add(
+            " at the mbarrier at shared + %u for parity %u (%u phases complete, %u of %u arrivals and %lld bytes "
+            "pending), %s:%d; ",
+            mbarrier.offset, parity, mbarrier.phase, mbarrier.pending, mbarrier.count, mbarrier.tx, site.file,
+            site.line);
       }
     }
   }

@@ -1,7 +1,8 @@
 // Shared memory: bounds, alignment, poison and races.
 //
 // A race is an access that no barrier orders after an earlier access of another warp to the same word, one of the two
-// a write, whatever order this schedule happened to take. Lanes of one warp share a clock: a missing warp_sync is not seen.
+// a write, whatever order this schedule happened to take. Lanes of one warp share a clock: a missing warp_sync is not
+// seen.
 #pragma once
 #include "fault.h"
 
@@ -30,7 +31,7 @@ OUT_OF_LINE void describe_copy(Block& block, u32 offset, Text& text) {
 }
 
 [[noreturn]] [[maybe_unused]] static __attribute__((noinline, cold)) void fault_in_flight(Block& block, u32 offset,
-                                                                                         bool is_write, Site site) {
+                                                                                          bool is_write, Site site) {
   char who[256];
   Text text{who, sizeof(who)};
   describe_copy(block, offset, text);
@@ -40,7 +41,7 @@ OUT_OF_LINE void describe_copy(Block& block, u32 offset, Text& text) {
 }
 
 [[maybe_unused]] static __attribute__((noinline, cold)) void report_race(Block& block, u32 offset, bool is_write,
-                                                                        bool after_write, u32 agent, Site site) {
+                                                                         bool after_write, u32 agent, Site site) {
   ++block.counters.races;
   if (!block.launch->check_races) return;
   char who[128];
@@ -48,11 +49,12 @@ OUT_OF_LINE void describe_copy(Block& block, u32 offset, Text& text) {
     snprintf(who, sizeof(who), "warp %u %s", agent, after_write ? "wrote" : "read");
   } else {
     u32 at = 0;
-    for (u32 i = 0; i < block.num_mbarriers; ++i) at = block.mbarriers[i].agent == agent ? block.mbarriers[i].offset : at;
+    for (u32 i = 0; i < block.num_mbarriers; ++i)
+      at = block.mbarriers[i].agent == agent ? block.mbarriers[i].offset : at;
     snprintf(who, sizeof(who), "a copy that completes on the mbarrier at shared + %u wrote", at);
   }
-  FAULT(site, "race", "%s of shared + %u, which %s with no barrier between the two", is_write ? "write" : "read", offset,
-        who);
+  FAULT(site, "race", "%s of shared + %u, which %s with no barrier between the two", is_write ? "write" : "read",
+        offset, who);
 }
 
 // `epoch` is not the one that the warp checked last.

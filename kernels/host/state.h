@@ -114,23 +114,33 @@ enum class Op : u32 {
   BARRIER_ARRIVE,
 };
 INLINE const char* op_name(Op op) {
-  static const char* const NAMES[] = {
-      "nothing",   "warp_sync", "shfl",         "shfl_xor",   "warp vote",          "ldmatrix_x4",         "ldmatrix_x4_trans",
-      "movmatrix", "mma bf16",  "mma f16",      "block_sync", "named_barrier_sync", "named_barrier_arrive"};
+  static const char* const NAMES[] = {"nothing",
+                                      "warp_sync",
+                                      "shfl",
+                                      "shfl_xor",
+                                      "warp vote",
+                                      "ldmatrix_x4",
+                                      "ldmatrix_x4_trans",
+                                      "movmatrix",
+                                      "mma bf16",
+                                      "mma f16",
+                                      "block_sync",
+                                      "named_barrier_sync",
+                                      "named_barrier_arrive"};
   return NAMES[(u32)op];
 }
 
 struct Warp {
   u32 index;
-  u32 ready;     // lanes that may run; the running lane is not among them
-  u32 alive;     // lanes that have not returned
-  u32 arrived;   // lanes at the open collective
-  u32 trying;    // lanes inside mbarrier_try_wait
-  Op op;         // the open collective and its immediate operands
+  u32 ready;    // lanes that may run; the running lane is not among them
+  u32 alive;    // lanes that have not returned
+  u32 arrived;  // lanes at the open collective
+  u32 trying;   // lanes inside mbarrier_try_wait
+  Op op;        // the open collective and its immediate operands
   u64 op_key;
-  u32 clock;     // own component of `seen`
-  Epoch epoch;   // what this warp's writes are stamped with
-  Epoch trusted; // an epoch known to lie before everything this warp does from now on
+  u32 clock;      // own component of `seen`
+  Epoch epoch;    // what this warp's writes are stamped with
+  Epoch trusted;  // an epoch known to lie before everything this warp does from now on
   void* arguments[WARP];
   Clock seen;
 };
@@ -168,7 +178,7 @@ struct Copy {
 struct CopyList {
   Copy* items;
   u32 count, capacity;
-  u32 committed;    // groups
+  u32 committed;  // groups
   u32 next_serial;
 };
 
@@ -206,11 +216,12 @@ struct Block {
   Context main;
   Warp warps[MAX_WARPS];
   Context contexts[MAX_THREADS];
-  Site sites[MAX_THREADS];          // where a thread that does not run stopped
+  Site sites[MAX_THREADS];  // where a thread that does not run stopped
   Mbarrier* waits_for[MAX_THREADS];
   u32 wait_parity[MAX_THREADS];
 
-  // Shared memory. A granule of 16 bytes has the epochs of its 4 words, then, warp by warp, the clocks of the last reads.
+  // Shared memory. A granule of 16 bytes has the epochs of its 4 words, then, warp by warp, the clocks of the last
+  // reads.
   u8* shared;
   u32 shared_bytes;
   u32* shadow;

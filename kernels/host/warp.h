@@ -5,7 +5,7 @@
 namespace emulator {
 
 [[noreturn]] [[maybe_unused]] static __attribute__((noinline, cold)) void fault_divergence(Block& block, Warp& warp,
-                                                                                          Op op, Site site) {
+                                                                                           Op op, Site site) {
   if (warp.alive != FULL_WARP) {
     FAULT(site, "divergence", "%s needs the whole warp, and lanes 0x%08x have returned", op_name(op), ~warp.alive);
   }

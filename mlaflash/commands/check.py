@@ -80,10 +80,11 @@ def check(
     labels = lab.labels(kernels, axes.get("nsplit"))
     selected = lab.select(cases(preset, target.kind), dtypes, names)
     say = render.note if as_json else render.paragraph
-    say(_where(target, preset, selected, reason))
     results: list[lab.CheckResult] = []
     with render.progress() as progress:
-        for result in lab.check(target, selected, kernels=labels, constants=axes, seed=seed, progress=progress):
+        found = lab.check(target, selected, kernels=labels, constants=axes, seed=seed, progress=progress)
+        say(_where(target, preset, selected, reason))
+        for result in found:
             if isinstance(result, lab.Skip):
                 render.note(f"skipped {result.kernel} on {result.case}: {result.reason}")
             else:

@@ -111,29 +111,25 @@ def sweep(
         "sm_scale": sm_scale,
     }
     case = _case(options)
-    where = {"seed": seed, "device": target.kind} | ({} if target.kind == "gpu" else {"arch": target.device.arch})
+    where: dict[str, Any] = {"seed": seed, "device": target.kind}
+    where |= {"samples": samples} if target.kind == "gpu" else {"arch": target.device.arch}
 
     def command(config: KernelConfig) -> str:
         return f"mlaflash sweep {as_options({'kernel': config.kernel, **config.as_dict(), **options, **where})}"
 
     file = RecordFile(out, resume=resume) if out is not None else None
     run = Sweep(target, case, seed=seed, command=command, samples=samples)
+    records = run.kept(configs, file.records if file else [])
     say = render.note if as_json else render.paragraph
-    say(_where(target, case, len(configs), reason))
-    wanted = {(config.kernel, tuple(config.as_dict().items())) for config in configs}
-    records = [
-        record
-        for record in (file.records if file else [])
-        if record.key == run.key and (record.kernel, tuple(record.config.items())) in wanted
-    ]
-    if records:
-        render.note(f"{len(records)} of them are in {out} already")
-    if as_json:
-        for record in records:
-            render.json_line(record.to_json())
     try:
         with render.progress() as progress:
-            for record in run.run(configs, done=records, progress=progress):
+            found = run.run(configs, done=records, progress=progress)
+            say(_where(target, case, len(configs), reason))
+            if records:
+                say(f"{len(records)} of them are in {out} already")
+            for record in records if as_json else ():
+                render.json_line(record.to_json())
+            for record in found:
                 if file is not None:
                     file.append(record)
                 if as_json:

@@ -5,6 +5,7 @@ share one clock in the race detector).
 """
 
 import ctypes
+import itertools
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -304,7 +305,7 @@ def _segments(regions: Any) -> Any:
     """Cut overlapping regions into pieces that each belong to the first region that holds them."""
     cuts = sorted({bound for region in regions for bound in (region.base, region.base + region.bytes)})
     pieces: list[tuple[int, int, int]] = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in itertools.pairwise(cuts):
         owner = next((i for i, r in enumerate(regions) if r.base <= low and high <= r.base + r.bytes), None)
         if owner is None:
             continue
@@ -312,7 +313,7 @@ def _segments(regions: Any) -> Any:
             pieces[-1] = (pieces[-1][0], high - pieces[-1][0], owner)
         else:
             pieces.append((low, high - low, owner))
-    return (_Segment * len(pieces))(*pieces)
+    return (_Segment * len(pieces))(*itertools.starmap(_Segment, pieces))
 
 
 def _report(
@@ -322,7 +323,7 @@ def _report(
     names: Sequence[str],
 ) -> Report:
     total = dict(zip(_COUNTERS, counters.tolist(), strict=True))
-    by_array = {
+    by_array: dict[str, Any] = {
         counter: dict(zip(names, array_counters[:, i].tolist(), strict=True))
         for i, counter in enumerate(_ARRAY_COUNTERS)
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from typing import Any, Final
 
 from mlaflash import oracle
 from mlaflash.errors import (
-    CompileError,
     EmulatorError,
     InvalidArgumentError,
     LaunchError,
@@ -19,8 +19,8 @@ from mlaflash.errors import (
 from mlaflash.lab.compare import Comparison, compare, tolerance
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.space import SPACES, check_axes
-from mlaflash.lab.target import Target, built_key, no_progress
-from mlaflash.schedule import KERNELS
+from mlaflash.lab.target import Target, built_key, no_progress, read_problem
+from mlaflash.schedule import KERNELS, Launch
 from mlaflash.tiles import KernelConfig
 
 FEW_SPLITS: Final = 3
@@ -165,10 +165,10 @@ def check(
     progress : callable
         Told what is done, how much of it, and of how much.
 
-    Yields
-    ------
-    CheckResult or Skip
-        By problem, then kernel.
+    Returns
+    -------
+    iterator of CheckResult or Skip
+        By problem, then kernel. What is not allowed is refused before; kernels are compiled and run as it is advanced.
 
     Raises
     ------
@@ -179,49 +179,55 @@ def check(
     check_axes([_kernel_of(label) for label in kernels], list(constants))
     runs = list(_runs(kernels, cases, constants))
     inputs = {case.name: build(case, seed) for case in cases}
-    planned: list[tuple[_Run, list[Any] | Skip]] = []
+    problems = {name: read_problem(arguments) for name, arguments in inputs.items()}
+    planned: list[_Planned] = []
     for run in runs:
         try:
-            launches = list(target.plan(inputs[run.case.name], run.kernel, run.config).launches)
+            schedule = target.plan(problems[run.case.name], run.kernel, run.config)
         except TileError:
             raise
         except UnsupportedError as error:
             planned.append((run, Skip(run.label, run.case.name, str(error))))
         else:
-            planned.append((run, launches))
-    launches = [launch for _, steps in planned if isinstance(steps, list) for launch in steps]
-    failures = target.build(launches, progress)
+            planned.append((run, schedule.launches))
+    return _results(target, planned, inputs, seed, progress)
 
-    expected: dict[str, Any] = {}
-    loaded: tuple[str, Any] = ("", None)
-    for done, (run, steps) in enumerate(planned):
-        progress("checking", done, len(planned))
-        if isinstance(steps, Skip):
-            yield steps
-            continue
-        name = run.case.name
-        broken = [failures[built_key(launch)] for launch in steps if built_key(launch) in failures]
-        if broken:
-            yield _failed(run, str(broken[0]))
-            continue
-        if name not in expected:
-            expected[name] = oracle.mla_verify(**inputs[name])
-        if loaded[0] != name:
-            loaded = (name, target.load(inputs[name]))
-        try:
-            result = target.verify(loaded[1], run.kernel, run.config, seed)
-        except (EmulatorError, LaunchError, CompileError) as error:
-            yield _failed(run, str(error))
-            continue
-        limits = tolerance(run.case.dtype, run.case.dtype)
-        yield CheckResult(
-            run.label,
-            name,
-            run.case.dtype,
-            run.config,
-            compare(result.out, result.lse, expected[name][0], expected[name][1], limits),
-            limits.rel,
-        )
+
+_Planned = tuple[_Run, tuple[Launch, ...] | Skip]
+
+
+def _results(
+    target: Target,
+    planned: Sequence[_Planned],
+    inputs: dict[str, dict[str, Any]],
+    seed: int,
+    progress: Callable[[str, int, int], None],
+) -> Iterator[CheckResult | Skip]:
+    launches = [launch for _, steps in planned if not isinstance(steps, Skip) for launch in steps]
+    failures = target.build(launches, progress)
+    by_case = itertools.groupby(enumerate(planned), key=lambda item: item[1][0].case.name)
+    for name, group in by_case:
+        # What one problem holds is let go before the next: some are large.
+        arguments = inputs.pop(name)
+        expected_out, expected_lse = oracle.mla_verify(**arguments)
+        loaded = target.load(arguments)
+        for done, (run, steps) in group:
+            progress("checking", done, len(planned))
+            if isinstance(steps, Skip):
+                yield steps
+                continue
+            broken = [failures[built_key(launch)] for launch in steps if built_key(launch) in failures]
+            if broken:
+                yield _failed(run, str(broken[0]))
+                continue
+            try:
+                result = target.verify(loaded, run.kernel, run.config, seed)
+            except (EmulatorError, LaunchError) as error:
+                yield _failed(run, str(error))
+                continue
+            limits = tolerance(run.case.dtype, run.case.dtype)
+            comparison = compare(result.out, result.lse, expected_out, expected_lse, limits)
+            yield CheckResult(run.label, name, run.case.dtype, run.config, comparison, limits.rel)
 
 
 def describe(comparison: Comparison) -> str:

@@ -28,9 +28,10 @@ from mlaflash.lab.check import describe
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.environment import versions
 from mlaflash.lab.inputs import Case, build
-from mlaflash.lab.target import Built, Target, build_all, built_key, no_progress
+from mlaflash.lab.target import Built, Target, build_all, built_key, no_progress, read_problem
 from mlaflash.masks import TreeMask
 from mlaflash.params import DL, D
+from mlaflash.problem import Problem
 from mlaflash.schedule import Launch, Schedule
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
 
@@ -231,21 +232,27 @@ class Sweep:
         progress : callable
             Told what is done, how much of it, and of how much.
 
-        Yields
-        ------
-        Record
-
-        Raises
-        ------
-        LaunchError
-            A candidate left the process without a GPU; its record came before.
+        Returns
+        -------
+        iterator of Record
+            Candidates are compiled and run as it is advanced. It raises `LaunchError` where one left the process
+            without a GPU, after its record.
         """
         skipped = {record.candidate for record in done if record.key == self.key}
         inputs = build(self.case, self.seed)
         wanted = [
             config for config in configs if (config.kernel, json.dumps(config.as_dict(), sort_keys=True)) not in skipped
         ]
-        candidates = [self._plan(inputs, config) for config in wanted]
+        problem = read_problem(inputs)
+        candidates = [self._plan(problem, config) for config in wanted]
+        return self._records(candidates, inputs, progress)
+
+    def _records(
+        self,
+        candidates: Sequence[_Candidate],
+        inputs: Mapping[str, Any],
+        progress: Callable[[str, int, int], None],
+    ) -> Iterator[Record]:
         launches = [launch for candidate in candidates if candidate.schedule for launch in candidate.schedule.launches]
         failures = self.target.build(launches, progress)
         if self.target.kind == "emulator":
@@ -259,15 +266,15 @@ class Sweep:
             progress("candidates", done_count, len(candidates))
             record = self._measure(candidate, loaded, expected, visible, failures)
             yield record
-            if record.status == "launch_failed" and isinstance(self.target, GpuTarget) and not self.target.is_usable():
+            if record.status == "launch_failed" and not self.target.is_usable():
                 raise LaunchError(
                     f"{candidate.kernel} {candidate.config.as_dict()} left this process without a GPU: {record.reason} "
                     "Run the same command with --resume: it goes on behind this candidate."
                 )
 
-    def _plan(self, inputs: Mapping[str, Any], config: KernelConfig) -> _Candidate:
+    def _plan(self, problem: Problem, config: KernelConfig) -> _Candidate:
         try:
-            schedule = self.target.plan(inputs, config.kernel, config)
+            schedule = self.target.plan(problem, config.kernel, config)
         except (UnsupportedError, InvalidArgumentError) as error:
             return _Candidate(config.kernel, config, None, str(error))
         return _Candidate(config.kernel, config, schedule, "")

@@ -87,9 +87,7 @@ class Target(ABC):
     def build_one(self, launch: Launch) -> None:
         """Compile a kernel unless it is in the cache."""
 
-    def time(
-        self, loaded: Mapping[str, Any], kernel: str, config: KernelConfig | None, samples: int
-    ) -> Timing | None:
+    def time(self, loaded: Mapping[str, Any], kernel: str, config: KernelConfig | None, samples: int) -> Timing | None:
         """Time a verify call from a cold level-2 cache; None where time means nothing.
 
         Parameters
@@ -107,15 +105,22 @@ class Target(ABC):
         """Whether anything can still run: a kernel that faults leaves the process without its GPU."""
         return True
 
-    def plan(self, arguments: Mapping[str, Any], kernel: str, config: KernelConfig | None) -> Schedule:
-        """Plan a verify call on NumPy arguments; nothing runs.
+    def plan(self, problem: Problem, kernel: str, config: KernelConfig | None) -> Schedule:
+        """Plan a verify call; nothing runs.
+
+        Parameters
+        ----------
+        problem : Problem
+            From `read_problem`.
+        kernel : str
+        config : KernelConfig or None
+            None takes the kernel's defaults.
 
         Raises
         ------
-        TileError, UnsupportedError
+        TileError, UnsupportedError, InvalidArgumentError
             The kernel cannot do this here.
         """
-        problem = Problem.from_arrays(numpy_view, **arguments)
         return plan(problem, self.device, kernel=kernel, tiles=config)
 
     def build(
@@ -123,6 +128,16 @@ class Target(ABC):
     ) -> dict[Built, CompileError]:
         """Compile what launches need here; see `build_all`."""
         return build_all(launches, self.build_one, self.name, progress)
+
+
+def read_problem(arguments: Mapping[str, Any]) -> Problem:
+    """Check the arguments of a verify call, NumPy arrays.
+
+    Parameters
+    ----------
+    arguments : mapping of str to Any
+    """
+    return Problem.from_arrays(numpy_view, **arguments)
 
 
 def build_all(

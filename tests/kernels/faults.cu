@@ -129,16 +129,10 @@ DEVICE void shared_bounds(const VerifyParams& p) {
 DEVICE void shared_below(const VerifyParams& p) {  // shared_base() was forgotten
   if (thread_idx() == 0) st_shared_u32(p.wrong ? 0 : shared_base(), 1);
 }
-DEVICE void global_bounds(const VerifyParams& p) {
-  keep(p, ld_global_u32(bytes_of(p.a, p.wrong ? 2048 : 2044)));
-}
-DEVICE void global_before(const VerifyParams& p) {
-  keep(p, ld_global_u32(bytes_of(p.a, p.wrong ? -4 : 0)));
-}
+DEVICE void global_bounds(const VerifyParams& p) { keep(p, ld_global_u32(bytes_of(p.a, p.wrong ? 2048 : 2044))); }
+DEVICE void global_before(const VerifyParams& p) { keep(p, ld_global_u32(bytes_of(p.a, p.wrong ? -4 : 0))); }
 DEVICE void global_null(const VerifyParams& p) { keep(p, ld_global_u32(p.wrong ? nullptr : p.a)); }
-DEVICE void global_read_only(const VerifyParams& p) {
-  st_global_u32(p.wrong ? (void*)p.a : bytes_of(p.out, 0), 1);
-}
+DEVICE void global_read_only(const VerifyParams& p) { st_global_u32(p.wrong ? (void*)p.a : bytes_of(p.out, 0), 1); }
 DEVICE void async_bounds(const VerifyParams& p) {
   cp_async_16(shared_base() + 16 * thread_idx(), bytes_of(p.a, 16 * thread_idx() + (p.wrong ? 1040 : 1024)));
   cp_async_wait_all();
@@ -146,9 +140,7 @@ DEVICE void async_bounds(const VerifyParams& p) {
 DEVICE void shared_misaligned(const VerifyParams& p) {
   st_shared_u32x4(shared_base() + 16 * thread_idx() + (p.wrong ? 8 : 0), u32x4{1, 2, 3, 4});
 }
-DEVICE void global_misaligned(const VerifyParams& p) {
-  keep(p, ld_global_u32x2(bytes_of(p.a, p.wrong ? 4 : 8)).x);
-}
+DEVICE void global_misaligned(const VerifyParams& p) { keep(p, ld_global_u32x2(bytes_of(p.a, p.wrong ? 4 : 8)).x); }
 DEVICE void ldmatrix_misaligned(const VerifyParams& p) {
   for (int i = 0; i < 2; i++) st_shared_u32x4(shared_base() + 1024 * i + 16 * thread_idx(), u32x4{1, 2, 3, 4});
   block_sync();
@@ -190,9 +182,7 @@ DEVICE void mbarrier_unordered_init(const VerifyParams& p) {
   mbarrier_arrive(shared_base());
 }
 
-DEVICE void named_barrier_count(const VerifyParams& p) {
-  named_barrier_sync(1, p.wrong && warp_idx() ? 32 : 64);
-}
+DEVICE void named_barrier_count(const VerifyParams& p) { named_barrier_sync(1, p.wrong && warp_idx() ? 32 : 64); }
 DEVICE void named_barrier_twice(const VerifyParams& p) {
   if (warp_idx() == 0) {
     named_barrier_arrive(1, 64);
@@ -252,39 +242,73 @@ DEVICE void deep_stack(const VerifyParams& p) { keep(p, deep(p.wrong ? 28 : 2));
 
 KERNEL(mlaflash_faults, 64, 1) {
   switch (p.op) {
-    case 0: return missing_block_sync(p);
-    case 1: return missing_second_sync(p);
-    case 2: return unwritten_read(p);
-    case 3: return read_before_wait(p);
-    case 4: return wait_for_too_few(p);
-    case 5: return wait_without_barrier(p);
-    case 6: return write_into_flight(p);
-    case 7: return return_in_flight(p);
-    case 8: return bulk_in_flight(p);
-    case 9: return bulk_without_wait(p);
-    case 10: return shared_bounds(p);
-    case 11: return shared_below(p);
-    case 12: return global_bounds(p);
-    case 13: return global_before(p);
-    case 14: return global_null(p);
-    case 15: return global_read_only(p);
-    case 16: return async_bounds(p);
-    case 17: return shared_misaligned(p);
-    case 18: return global_misaligned(p);
-    case 19: return ldmatrix_misaligned(p);
-    case 20: return mbarrier_over_arrival(p);
-    case 21: return mbarrier_data_access(p);
-    case 22: return mbarrier_missing(p);
-    case 23: return mbarrier_unordered_init(p);
-    case 24: return named_barrier_count(p);
-    case 25: return named_barrier_twice(p);
-    case 26: return deadlock_barrier(p);
-    case 27: return deadlock_mbarrier(p);
-    case 28: return deadlock_try_wait(p);
-    case 29: return divergent_collective(p);
-    case 30: return return_before_collective(p);
-    case 31: return divergent_block_sync(p);
-    case 32: return unordered_atomic(p);
-    case 33: return deep_stack(p);
+    case 0:
+      return missing_block_sync(p);
+    case 1:
+      return missing_second_sync(p);
+    case 2:
+      return unwritten_read(p);
+    case 3:
+      return read_before_wait(p);
+    case 4:
+      return wait_for_too_few(p);
+    case 5:
+      return wait_without_barrier(p);
+    case 6:
+      return write_into_flight(p);
+    case 7:
+      return return_in_flight(p);
+    case 8:
+      return bulk_in_flight(p);
+    case 9:
+      return bulk_without_wait(p);
+    case 10:
+      return shared_bounds(p);
+    case 11:
+      return shared_below(p);
+    case 12:
+      return global_bounds(p);
+    case 13:
+      return global_before(p);
+    case 14:
+      return global_null(p);
+    case 15:
+      return global_read_only(p);
+    case 16:
+      return async_bounds(p);
+    case 17:
+      return shared_misaligned(p);
+    case 18:
+      return global_misaligned(p);
+    case 19:
+      return ldmatrix_misaligned(p);
+    case 20:
+      return mbarrier_over_arrival(p);
+    case 21:
+      return mbarrier_data_access(p);
+    case 22:
+      return mbarrier_missing(p);
+    case 23:
+      return mbarrier_unordered_init(p);
+    case 24:
+      return named_barrier_count(p);
+    case 25:
+      return named_barrier_twice(p);
+    case 26:
+      return deadlock_barrier(p);
+    case 27:
+      return deadlock_mbarrier(p);
+    case 28:
+      return deadlock_try_wait(p);
+    case 29:
+      return divergent_collective(p);
+    case 30:
+      return return_before_collective(p);
+    case 31:
+      return divergent_block_sync(p);
+    case 32:
+      return unordered_atomic(p);
+    case 33:
+      return deep_stack(p);
   }
 }

@@ -25,23 +25,47 @@ DEVICE void indices(const VerifyParams& p) {
 DEVICE void global_copies(const VerifyParams& p) {
   const int t = thread_idx();
   switch (p.variant) {
-    case 0: st_global_u16(bytes_of(p.out, 2 * t), ld_global_u16(bytes_of(p.a, 2 * t))); break;
-    case 1: st_global_u32(bytes_of(p.out, 4 * t), ld_global_u32(bytes_of(p.a, 4 * t))); break;
+    case 0:
+      st_global_u16(bytes_of(p.out, 2 * t), ld_global_u16(bytes_of(p.a, 2 * t)));
+      break;
+    case 1:
+      st_global_u32(bytes_of(p.out, 4 * t), ld_global_u32(bytes_of(p.a, 4 * t)));
+      break;
     case 2: {
       const u64 v = ld_global_u64(bytes_of(p.a, 8 * t));
       st_global_u32x2(bytes_of(p.out, 8 * t), u32x2{(u32)v, (u32)(v >> 32)});
       break;
     }
-    case 3: st_global_f32(bytes_of(p.out, 4 * t), ld_global_f32(bytes_of(p.a, 4 * t))); break;
-    case 4: st_global_u32x2(bytes_of(p.out, 8 * t), ld_global_u32x2(bytes_of(p.a, 8 * t))); break;
-    case 5: st_global_u32x4(bytes_of(p.out, 16 * t), ld_global_u32x4(bytes_of(p.a, 16 * t))); break;
-    case 6: st_global_f32x2(bytes_of(p.out, 8 * t), ld_global_f32x2(bytes_of(p.a, 8 * t))); break;
-    case 7: st_global_f32x4(bytes_of(p.out, 16 * t), ld_global_f32x4(bytes_of(p.a, 16 * t))); break;
-    case 8: st_global_u32(bytes_of(p.out, 4 * t), ld_global_cg_u32(bytes_of(p.a, 4 * t))); break;
-    case 9: st_global_f32(bytes_of(p.out, 4 * t), ld_global_cg_f32(bytes_of(p.a, 4 * t))); break;
-    case 10: st_global_u32x2(bytes_of(p.out, 8 * t), ld_global_cg_u32x2(bytes_of(p.a, 8 * t))); break;
-    case 11: st_global_u32x4(bytes_of(p.out, 16 * t), ld_global_cg_u32x4(bytes_of(p.a, 16 * t))); break;
-    case 12: st_global_f32x4(bytes_of(p.out, 16 * t), ld_global_cg_f32x4(bytes_of(p.a, 16 * t))); break;
+    case 3:
+      st_global_f32(bytes_of(p.out, 4 * t), ld_global_f32(bytes_of(p.a, 4 * t)));
+      break;
+    case 4:
+      st_global_u32x2(bytes_of(p.out, 8 * t), ld_global_u32x2(bytes_of(p.a, 8 * t)));
+      break;
+    case 5:
+      st_global_u32x4(bytes_of(p.out, 16 * t), ld_global_u32x4(bytes_of(p.a, 16 * t)));
+      break;
+    case 6:
+      st_global_f32x2(bytes_of(p.out, 8 * t), ld_global_f32x2(bytes_of(p.a, 8 * t)));
+      break;
+    case 7:
+      st_global_f32x4(bytes_of(p.out, 16 * t), ld_global_f32x4(bytes_of(p.a, 16 * t)));
+      break;
+    case 8:
+      st_global_u32(bytes_of(p.out, 4 * t), ld_global_cg_u32(bytes_of(p.a, 4 * t)));
+      break;
+    case 9:
+      st_global_f32(bytes_of(p.out, 4 * t), ld_global_cg_f32(bytes_of(p.a, 4 * t)));
+      break;
+    case 10:
+      st_global_u32x2(bytes_of(p.out, 8 * t), ld_global_cg_u32x2(bytes_of(p.a, 8 * t)));
+      break;
+    case 11:
+      st_global_u32x4(bytes_of(p.out, 16 * t), ld_global_cg_u32x4(bytes_of(p.a, 16 * t)));
+      break;
+    case 12:
+      st_global_f32x4(bytes_of(p.out, 16 * t), ld_global_cg_f32x4(bytes_of(p.a, 16 * t)));
+      break;
   }
 }
 
@@ -136,12 +160,24 @@ DEVICE void arithmetic(const VerifyParams& p) {
   const float x = as_f32(a), y = as_f32(b);
   u32 result = 0;
   switch (p.variant) {
-    case 0: result = as_u32(ex2(x)); break;
-    case 1: result = as_u32(lg2(x)); break;
-    case 2: result = as_u32(tanh_f32(x)); break;
-    case 3: result = as_u32(fma_f32(x, y, 1.0f)); break;
-    case 4: result = as_u32(max_f32(x, y)); break;
-    case 5: result = mul_hi_u32(a, b); break;
+    case 0:
+      result = as_u32(ex2(x));
+      break;
+    case 1:
+      result = as_u32(lg2(x));
+      break;
+    case 2:
+      result = as_u32(tanh_f32(x));
+      break;
+    case 3:
+      result = as_u32(fma_f32(x, y, 1.0f));
+      break;
+    case 4:
+      result = as_u32(max_f32(x, y));
+      break;
+    case 5:
+      result = mul_hi_u32(a, b);
+      break;
   }
   st_global_u32(bytes_of(p.out, 4 * i), result);
 }
@@ -190,7 +226,8 @@ DEVICE void drain_ring(const VerifyParams& p, bool tries) {
     } else {
       mbarrier_wait(smem + RING_FULL + 8 * slot, parity);
     }
-    st_global_u32x4(bytes_of(p.out, i * RING_BYTES + 16 * t), ld_shared_u32x4(smem + slot * RING_BYTES + 16 * (63 - t)));
+    st_global_u32x4(bytes_of(p.out, i * RING_BYTES + 16 * t),
+                    ld_shared_u32x4(smem + slot * RING_BYTES + 16 * (63 - t)));
     mbarrier_arrive(smem + RING_EMPTY + 8 * slot);
   }
 }
@@ -296,13 +333,27 @@ DEVICE void shuffles(const VerifyParams& p) {
   const int lane = (int)ld_global_u32(bytes_of(p.b, 4 * t));
   u64 result = 0;
   switch (p.variant) {
-    case 0: result = shfl_xor_u32(v, lane); break;
-    case 1: result = as_u32(shfl_xor_f32(as_f32(v), lane)); break;
-    case 2: result = shfl_u32(v, lane); break;
-    case 3: result = as_u32(shfl_f32(as_f32(v), lane)); break;
-    case 4: result = shfl_u64((u64)w << 32 | v, lane); break;
-    case 5: result = warp_ballot(v % 2); break;
-    case 6: result = warp_any(v % 2); break;
+    case 0:
+      result = shfl_xor_u32(v, lane);
+      break;
+    case 1:
+      result = as_u32(shfl_xor_f32(as_f32(v), lane));
+      break;
+    case 2:
+      result = shfl_u32(v, lane);
+      break;
+    case 3:
+      result = as_u32(shfl_f32(as_f32(v), lane));
+      break;
+    case 4:
+      result = shfl_u64((u64)w << 32 | v, lane);
+      break;
+    case 5:
+      result = warp_ballot(v % 2);
+      break;
+    case 6:
+      result = warp_any(v % 2);
+      break;
   }
   st_global_u32x2(bytes_of(p.out, 8 * t), u32x2{(u32)result, (u32)(result >> 32)});
 }
@@ -317,22 +368,39 @@ DEVICE void hints(const VerifyParams& p) {
 
 KERNEL(mlaflash_instructions, 256, 1) {
   switch (p.op) {
-    case 0: return indices(p);
-    case 1: return global_copies(p);
-    case 2: return shared_copies(p);
-    case 3: return ldmatrix(p);
-    case 4: return matrix_transpose(p);
-    case 5: return mma(p);
-    case 6: return conversions(p);
-    case 7: return arithmetic(p);
-    case 8: return async_groups(p);
-    case 9: return async_fill(p);
-    case 10: return async_ring(p);
-    case 11: return bulk_ring(p);
-    case 12: return named_barriers(p);
-    case 13: return shared_atomics(p);
-    case 14: return global_atomics(p);
-    case 15: return shuffles(p);
-    case 16: return hints(p);
+    case 0:
+      return indices(p);
+    case 1:
+      return global_copies(p);
+    case 2:
+      return shared_copies(p);
+    case 3:
+      return ldmatrix(p);
+    case 4:
+      return matrix_transpose(p);
+    case 5:
+      return mma(p);
+    case 6:
+      return conversions(p);
+    case 7:
+      return arithmetic(p);
+    case 8:
+      return async_groups(p);
+    case 9:
+      return async_fill(p);
+    case 10:
+      return async_ring(p);
+    case 11:
+      return bulk_ring(p);
+    case 12:
+      return named_barriers(p);
+    case 13:
+      return shared_atomics(p);
+    case 14:
+      return global_atomics(p);
+    case 15:
+      return shuffles(p);
+    case 16:
+      return hints(p);
   }
 }

@@ -1,0 +1,451 @@
+"""The command line without a GPU: exit statuses, JSON, help, refusals, and a kernel that is broken."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import mlaflash
+from mlaflash.commands.main import main
+from mlaflash.errors import MissingDependencyError
+from mlaflash.jit import sources
+
+CHECK_KEYS = {"kernel", "case", "dtype", "max_abs", "max_rel", "tolerance", "passed"}
+COMPILE_KEYS = {
+    "kernel",
+    "arch",
+    "config",
+    "registers",
+    "spill_bytes",
+    "shared_bytes",
+    "shared_limit",
+    "seconds",
+    "cached",
+}
+ONE_CASE = ("--preset", "quick", "--case", "no-mask-soft-cap-page-3-h4-float32")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let CUDA find no GPU, so that these tests do the same everywhere."""
+    monkeypatch.setattr("mlaflash.lab.target.gpu_available", lambda: False)
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let asking for the current GPU fail as CUDA does without one."""
+
+    def refuse(index: int | None = None) -> None:
+        raise mlaflash.NoDeviceError("CUDA finds no GPU (planted).")
+
+    monkeypatch.setattr("mlaflash.device.Device.current", refuse)
+
+
+def run(*arguments: str, **environment: str | None) -> Result:
+    return CliRunner().invoke(main, arguments, env=environment, prog_name="mlaflash")
+
+
+def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+@pytest.mark.parametrize("path", list(commands()), ids=" ".join)
+def test_help_explains_every_command_and_option(path: tuple[str, ...]) -> None:
+    result = run(*path, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"Usage: {' '.join(('mlaflash', *path))}")
+    command: click.Command = main
+    for name in path:
+        assert isinstance(command, click.Group)
+        command = command.commands[name]
+    assert command.help
+    for option in command.params:
+        assert isinstance(option, click.Option)
+        assert option.help, option.name
+        assert option.opts[0] in result.stdout
+
+
+def test_the_group_has_the_documented_commands() -> None:
+    assert {" ".join(path) for path in commands()} == {
+        "",
+        "check",
+        "sweep",
+        "compile",
+        "info",
+        "cache",
+        "cache list",
+        "cache path",
+        "cache clear",
+    }
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert mlaflash.__version__ in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "--preset", "kimi-k3"], ["kimi-k3", "kimi-k2-tp8", "deepseek-v3-tp8", "quick"]),
+        (["check", "--kernel", "tiles"], ["tiles", "naive", "combine"]),
+        (["check", "--dtype", "float64"], ["float64", "bfloat16"]),
+        (["check", "--case", "none-such"], ["none-such", "Name one of them"]),
+        (["check", "--ht", "3"], ["ht is 3", "power of two"]),
+        (["check", "--tk", "0"], ["tk is 0", "power of two"]),
+        (["check", "--ht", "many"], ["many"]),
+        (["check", "--nsplit", "0"], ["nsplit is 0", "at least 1"]),
+        (["check", "--nsplit", "1", "--kernel", "combine"], ["nsplit is 1", "at least 2"]),
+        (["check", "--nsplit", "5000"], ["5000", "1024"]),
+        (["check", "--kernel", "naive", "--ht", "8"], ["--ht", "naive"]),
+        (["check", "--ht", "32", "--tk", "32"], ["101376"]),
+        (["check", "--seed", "-1"], ["-1"]),
+        (["sweep", "--ht", "3"], ["ht is 3", "power of two"]),
+        (["sweep", "--ht", "4,x"], ["4,x"]),
+        (["sweep", "--resume"], ["--resume", "--out"]),
+        (["sweep", "--out", "/none/such/folder/sweep.jsonl"], ["/none/such/folder/sweep.jsonl"]),
+        (["sweep", "--arch", "sm_75"], ["sm_75", "sm_80"]),
+        (["sweep", "--arch", "sm_90", "--device", "gpu"], ["sm_90", "--device gpu"]),
+        (["sweep", "--heads", "0"], ["0"]),
+        (["sweep", "--sm-scale", "nan"], ["sm_scale", "finite"]),
+        (["compile", "--arch", "sm_7x"], ["sm_7x", "sm_120"]),
+        (["compile", "--arch", "sm_75"], ["sm_75", "sm_80"]),
+        (["compile", "--kernel", "tiles"], ["tiles", "naive"]),
+        (["cache", "erase"], ["erase"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0] in main.commands else "",
+)
+def test_a_wrong_argument_is_named_and_ends_with_status_2(arguments: list[str], words: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize("command", ["check", "sweep"])
+def test_asking_for_a_gpu_that_is_not_there_ends_with_status_3(command: str) -> None:
+    result = run(command, "--device", "gpu")
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert "no GPU" in result.stderr
+
+
+def test_asking_for_a_gpu_without_cupy_ends_with_status_3_and_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", None)
+    result = run("check", "--device", "gpu")
+    assert result.exit_code == 3
+    assert "mlaflash[cuda12]" in result.stderr
+
+
+def test_check_passes_on_the_emulator_and_says_so() -> None:
+    result = run("check", *ONE_CASE)
+    assert result.exit_code == 0, result.stderr
+    assert "on the emulator" in result.stdout
+    for kernel in ("naive", "tile", "combine"):
+        assert re.search(rf"^{kernel} .* ok", result.stdout, re.MULTILINE)
+    assert "passed: 3 of 3" in result.stdout
+
+
+def test_check_json_is_one_document_with_the_documented_keys() -> None:
+    result = run("check", "--json", *ONE_CASE)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found.keys() == {"device", "passed", "results"}
+    assert found["device"] == "emulator"
+    assert found["passed"] is True
+    assert [row["kernel"] for row in found["results"]] == ["naive", "tile", "combine"]
+    for row in found["results"]:
+        assert row.keys() == CHECK_KEYS
+        assert row["case"] == ONE_CASE[-1]
+        assert row["dtype"] == "float32"
+        assert row["passed"] is True
+        assert 0 < row["max_rel"] < row["tolerance"]
+
+
+def test_check_runs_what_is_asked_for() -> None:
+    result = run("check", "--json", "--preset", "quick", "--kernel", "combine", "--dtype", "float32", "--nsplit", "2")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["results"]
+    assert len(rows) == 3
+    assert {(row["kernel"], row["dtype"]) for row in rows} == {("combine", "float32")}
+
+
+def test_one_split_leaves_combine_out() -> None:
+    result = run("check", "--json", *ONE_CASE, "--nsplit", "1")
+    assert result.exit_code == 0, result.stderr
+    assert [row["kernel"] for row in json.loads(result.stdout)["results"]] == ["naive", "tile"]
+
+
+@pytest.fixture
+def kernels_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let mlaflash take its kernels from a copy that a test may change."""
+    root = tmp_path / "kernels"
+    shutil.copytree(sources.kernel_root(), root)
+    monkeypatch.setattr("mlaflash.jit.sources.kernel_root", lambda: root)
+    return root
+
+
+def plant(path: Path, line: str) -> None:
+    text = path.read_text()
+    include = '#include "addressing.cuh"\n'
+    assert text.count(include) == 1
+    assert "ex2(" in text
+    path.write_text(text.replace(include, include + line))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wrong"), [("naive", {"naive"}), ("tile", {"tile", "combine"}), ("combine", {"combine"})]
+)
+def test_a_broken_kernel_fails_check(kernels_copy: Path, kernel: str, wrong: set[str]) -> None:
+    plant(kernels_copy / f"{kernel}.cu", "#define ex2(v) (1.01f * ex2(v))\n")
+    result = run("check", "--json", *ONE_CASE)
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["passed"] is False
+    assert {row["kernel"] for row in found["results"] if not row["passed"]} == wrong
+    # Which element, both of its values, and how to see it again.
+    for name in wrong:
+        told = re.search(rf"FAIL {name} on (\S+): .*?(out|lse)\[[\d, ]+\] is (\S+), expected (\S+)\n", result.stderr)
+        assert told is not None
+        assert told[1] == ONE_CASE[-1]
+        assert float(told[3]) != float(told[4])
+        again = re.search(rf"repeat with: mlaflash (check .*--kernel {name} .*)\n", result.stderr)
+        assert again is not None
+        assert run(*again[1].split()).exit_code == 1
+
+
+def test_a_kernel_that_does_not_compile_fails_check(kernels_copy: Path) -> None:
+    plant(kernels_copy / "combine.cu", "#error planted\n")
+    result = run("check", "--json", *ONE_CASE)
+    assert result.exit_code == 1
+    rows = {row["kernel"]: row for row in json.loads(result.stdout)["results"]}
+    assert [name for name, row in rows.items() if not row["passed"]] == ["combine"]
+    assert rows["combine"]["max_abs"] is None
+    assert "planted" in result.stderr
+
+
+def test_a_kernel_that_faults_fails_check(kernels_copy: Path) -> None:
+    path = kernels_copy / "naive.cu"
+    text = path.read_text()
+    barrier = "block_sync();  // scores and maxima"
+    assert text.count(barrier) == 1
+    path.write_text(text.replace(barrier, "//"))
+    result = run("check", *ONE_CASE)
+    assert result.exit_code == 1
+    assert re.search(r"^naive .* FAIL", result.stdout, re.MULTILINE)
+    assert re.search(r"^tile .* ok", result.stdout, re.MULTILINE)
+    assert "FAIL naive" in result.stdout
+    assert "Traceback" not in result.output
+
+
+def test_no_host_compiler_is_told_once_with_the_packages() -> None:
+    result = run("check", "--preset", "quick", CXX="/none/such/c++")
+    assert result.exit_code == 1
+    assert result.stdout.count("\n") <= 4
+    assert "g++" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_compile_json_is_one_array_with_the_documented_keys(tmp_path: Path) -> None:
+    arguments = ("compile", "--arch", "sm_120", "--all", "--dtype", "bfloat16", "--json")
+    first, second = (run(*arguments, MLAFLASH_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr
+    rows = json.loads(first.stdout)
+    assert {row["kernel"] for row in rows} == {"naive", "tile", "combine"}
+    for row in rows:
+        assert row.keys() == COMPILE_KEYS
+        assert row["arch"] == "sm_120"
+        assert row["spill_bytes"] == 0
+        assert 0 < row["shared_bytes"] <= row["shared_limit"] == 101376
+        assert row["registers"] > 0
+    (tile,) = (row for row in rows if row["kernel"] == "tile")
+    assert tile["config"] == {"ht": 8, "tk": 16, "dtype": "bfloat16"}
+    assert all(row["cached"] and row["seconds"] == 0 for row in json.loads(second.stdout))
+
+
+def test_compile_covers_what_a_call_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLAFLASH_CACHE_DIR", str(tmp_path))
+    assert run("compile", "--arch", "sm_120", "--dtype", "float32").exit_code == 0
+    from mlaflash.jit import cached
+    from mlaflash.lab.inputs import build
+    from mlaflash.lab.presets import cases
+    from mlaflash.lab.target import EmulatorTarget
+    from mlaflash.tiles import TileConfig
+
+    monkeypatch.setattr(cached, "_compiled", {})
+    monkeypatch.setenv("MLAFLASH_DISABLE_JIT", "1")
+    target = EmulatorTarget("sm_120")
+    wanted = set()
+    for case in cases("kimi-k2-tp8", "emulator"):
+        if case.dtype == "float32":
+            for config in (None, TileConfig(nsplit=1), TileConfig(nsplit=3), TileConfig(nsplit=12)):
+                schedule = target.plan(build(case, 0), "tile", config)
+                wanted |= {(step.kernel, tuple(sorted(step.defines.items()))) for step in schedule.launches}
+    assert len(wanted) == 3
+    for kernel, defines in wanted:
+        assert cached.compile_cached(kernel, dict(defines), "sm_120").cached
+
+
+def test_compile_for_all_architectures() -> None:
+    result = run("compile", "--all", "--kernel", "combine", "--dtype", "float16", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert {row["arch"] for row in json.loads(result.stdout)} == {"sm_80", "sm_89", "sm_90", "sm_120"}
+
+
+@pytest.mark.usefixtures("no_device")
+def test_compile_without_a_gpu_takes_sm_120_or_the_variable() -> None:
+    arguments = ("compile", "--kernel", "combine", "--dtype", "float16", "--json")
+    assert {row["arch"] for row in json.loads(run(*arguments).stdout)} == {"sm_120"}
+    assert {row["arch"] for row in json.loads(run(*arguments, MLAFLASH_ARCH="sm_90a").stdout)} == {"sm_90a"}
+
+
+def test_compile_of_every_tile_leaves_out_what_does_not_fit() -> None:
+    arguments = ("compile", "--arch", "sm_120", "--kernel", "tile", "--dtype", "float16", "--tiles", "all")
+    from mlaflash.lab.variants import variants
+
+    fitting, refused = variants("sm_120", ["float16"], ["tile"], every_tile=True)
+    assert len(fitting) > 10
+    assert all(variant.shared_bytes <= 101376 for variant in fitting)
+    assert any("101376" in reason for reason in refused)
+    assert len(variants("sm_90", ["float16"], ["tile"], every_tile=True)[0]) > len(fitting)
+    assert "--tiles" in run(*arguments[:1], "--help").stdout
+
+
+def test_a_kernel_that_does_not_compile_fails_compile(kernels_copy: Path) -> None:
+    plant(kernels_copy / "tile.cu", "#error planted\n")
+    result = run("compile", "--arch", "sm_120", "--dtype", "float32", "--json")
+    assert result.exit_code == 1
+    rows = {row["kernel"]: row for row in json.loads(result.stdout)}
+    assert rows["tile"]["registers"] is None
+    assert rows["naive"]["registers"] > 0
+    assert "planted" in result.stderr
+
+
+def test_a_kernel_that_spills_fails_compile(kernels_copy: Path) -> None:
+    path = kernels_copy / "naive.cu"
+    text = path.read_text()
+    bounds = "KERNEL(mlaflash_naive, BLOCK, 1)"
+    assert text.count(bounds) == 1
+    path.write_text(text.replace(bounds, "KERNEL(mlaflash_naive, BLOCK, 8)"))
+    result = run("compile", "--arch", "sm_120", "--dtype", "float32", "--kernel", "naive")
+    assert result.exit_code == 1
+    assert "spilled" in result.stdout
+    assert "FAIL" in result.stdout
+
+
+def test_compile_without_nvrtc_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise MissingDependencyError("compiling a kernel needs NVRTC; pip install 'mlaflash[cuda12]'")
+
+    monkeypatch.setattr("mlaflash.lab.variants.compile_cached", missing)
+    result = run("compile", "--arch", "sm_120")
+    assert result.exit_code == 1
+    assert "mlaflash[cuda12]" in result.stderr
+    assert result.stdout == ""
+
+
+def test_info_prints_everything() -> None:
+    result = run("info", MLAFLASH_JIT_LINEINFO="1")
+    assert result.exit_code == 0
+    for word in ("mlaflash", "nvrtc", "GPU", "kernels", "cache", "MLAFLASH_JIT_LINEINFO", "host compiler"):
+        assert word in result.stdout
+
+
+def test_info_json(tmp_path: Path) -> None:
+    result = run("info", "--json", MLAFLASH_CACHE_DIR=str(tmp_path))
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found.keys() == {"versions", "platform", "gpus", "host_compiler", "kernels", "cache", "variables"}
+    assert found["versions"]["mlaflash"] == mlaflash.__version__
+    assert found["cache"] == {"path": str(tmp_path), "kernels": 0, "bytes": 0}
+    assert found["variables"]["MLAFLASH_CACHE_DIR"] == str(tmp_path)
+
+
+def test_info_prints_when_its_probes_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", None)
+    result = run("info", MLAFLASH_CACHE_DIR=str(file), MLAFLASH_LOG="loud", CXX="/none/such/c++")
+    assert result.exit_code == 0
+    assert "no GPU: using a GPU needs CuPy" in result.stdout
+    assert f"{file} is a file" in result.stdout
+    assert "'loud'" in result.stdout
+    assert "/none/such/c++" in result.stdout
+
+
+def test_cache_commands(tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    assert run("cache", "path", MLAFLASH_CACHE_DIR=cache).stdout == f"{cache}\n"
+    assert json.loads(run("cache", "list", "--json", MLAFLASH_CACHE_DIR=cache).stdout) == []
+    combine = ("compile", "--arch", "sm_120", "--kernel", "combine", "--dtype", "float16")
+    assert run(*combine, MLAFLASH_CACHE_DIR=cache).exit_code == 0
+    listed = json.loads(run("cache", "list", "--json", MLAFLASH_CACHE_DIR=cache).stdout)
+    assert {(entry["kernel"], entry["arch"]) for entry in listed} == {("combine", "sm_120")}
+    assert all(Path(entry["path"]).stat().st_size == entry["bytes"] for entry in listed)
+    assert "combine" in run("cache", "list", MLAFLASH_CACHE_DIR=cache).stdout
+    cleared = run("cache", "clear", MLAFLASH_CACHE_DIR=cache)
+    assert cleared.exit_code == 0
+    assert cleared.stdout.startswith(f"{len(listed)} kernels removed")
+    assert json.loads(run("cache", "list", "--json", MLAFLASH_CACHE_DIR=cache).stdout) == []
+
+
+def test_cache_that_is_switched_off() -> None:
+    path = run("cache", "path", MLAFLASH_CACHE_DIR="")
+    assert (path.exit_code, path.stdout) == (1, "")
+    assert "MLAFLASH_CACHE_DIR" in path.stderr
+    assert run("cache", "clear", MLAFLASH_CACHE_DIR="").exit_code == 0
+
+
+def test_a_cache_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    result = run("cache", "list", MLAFLASH_CACHE_DIR=str(file))
+    assert result.exit_code == 2
+    assert "MLAFLASH_CACHE_DIR" in result.stderr
+
+
+@pytest.mark.parametrize("columns", ["40", "50", "80"])
+def test_output_fits_the_terminal(columns: str) -> None:
+    result = run("check", *ONE_CASE, COLUMNS=columns)
+    assert result.exit_code == 0, result.stderr
+    widest = max(result.stdout.splitlines(), key=len)
+    assert len(widest) <= int(columns)
+    assert "tolerance" in result.stdout
+
+
+def test_no_colour_where_none_is_wanted() -> None:
+    coloured = run("check", *ONE_CASE, FORCE_COLOR="1", NO_COLOR=None, TERM="xterm-256color")
+    plain = run("check", *ONE_CASE, FORCE_COLOR="1", NO_COLOR="1", TERM="xterm-256color")
+    green = re.compile(r"\x1b\[[\d;]*3[0-7]m")
+    assert green.search(coloured.stdout)
+    assert not green.search(plain.stdout)
+    assert "\x1b" not in run("check", *ONE_CASE).stdout
+
+
+@pytest.mark.parametrize("command", [["-m", "mlaflash"], ["cli.py"]])
+def test_the_other_ways_in(command: list[str]) -> None:
+    root = Path(__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, *command, "--version"], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == f"mlaflash, version {mlaflash.__version__}\n"
+    wrong = subprocess.run([sys.executable, *command, "check", "--ht", "3"], cwd=root, capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "ht is 3" in wrong.stderr
