@@ -23,7 +23,7 @@ constexpr int K_STEPS = PITCH / 32;         // products of 16 dims in the warp's
 constexpr int V_STEPS = LATENT_BYTES / 32;  // 16-column pieces of its part of P V
 constexpr int O_TILES = V_STEPS * 2;
 constexpr int FINAL_TILES = O_TILES / KV_GROUPS;  // of them, those that a warp stores
-constexpr int K_AHEAD = 2, V_AHEAD = 2;           // ldmatrix in flight before the product that uses the first
+constexpr int K_AHEAD = 2;                        // ldmatrix in flight before the product that uses the first
 
 static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of their columns");
 static_assert(STAGES >= 2, "one tile is read while the next one is copied");
@@ -185,9 +185,8 @@ DEVICE void copy_tile(const VerifyParams& p, const Warp& w, Source& s, u32 stage
 
 // --- one tile ------------------------------------------------------------------------------------------------------
 
-// The warp's part of q K^T: 16 rows x 16 tokens, over its 144 dims.
-DEVICE void partial_scores(const u32 (&q)[K_STEPS][4], u32 keys, float (&s)[2][4]) {
-  float sums[2][2][4] = {};  // two chains: an mma waits long for the one before it
+// The warp's part of q K^T: 16 rows x 16 tokens, over its 144 dims, as two sums: an mma waits long for the one before it.
+DEVICE void partial_scores(const u32 (&q)[K_STEPS][4], u32 keys, float (&sums)[2][2][4]) {
   u32 k[K_AHEAD + 1][4];
 #pragma unroll
   for (int i = 0; i < K_AHEAD; i++) ldmatrix_x4(k[i], keys + i * 32);
@@ -198,13 +197,18 @@ DEVICE void partial_scores(const u32 (&q)[K_STEPS][4], u32 keys, float (&s)[2][4
     mma_16x8x16(sums[i % 2][0], q[i], b[0], b[1]);
     mma_16x8x16(sums[i % 2][1], q[i], b[2], b[3]);
   }
+}
+
+DEVICE void load_values(u32 values, u32 (&v)[V_STEPS][4]) {
+#pragma unroll
+  for (int i = 0; i < V_STEPS; i++) ldmatrix_x4_trans(v[i], values + i * 32);
+}
+
+DEVICE void publish_scores(const Warp& w, u32 buffer, const float (&sums)[2][2][4], float (&s)[2][4]) {
 #pragma unroll
   for (int n = 0; n < 2; n++)
 #pragma unroll
     for (int e = 0; e < 4; e++) s[n][e] = sums[0][n][e] + sums[1][n][e];
-}
-
-DEVICE void publish_scores(const Warp& w, u32 buffer, const float (&s)[2][4]) {
   // Orders the group's reads of the scores of the tile before, in this same buffer, before the writes below. With two buffers
   // the barrier of that tile already did: whoever passed it had read the tile before that one.
   if constexpr (EXCHANGE_BUFFERS == 1) group_sync(w);
@@ -241,20 +245,12 @@ DEVICE void mask_tile(const VerifyParams& p, const Warp& w, int tile, float (&s)
   mask_scores(s, bits);
 }
 
-// The first values, read before the scores are complete.
-DEVICE void first_values(u32 values, u32 (&v)[V_AHEAD + 1][4]) {
-#pragma unroll
-  for (int i = 0; i < V_AHEAD; i++) ldmatrix_x4_trans(v[i], values + i * 32);
-}
-
 // o += weights (16 rows x 16 tokens) x V (16 tokens x the warp's 128 columns).
-DEVICE void add_values(const u32 (&weights)[4], u32 values, u32 (&v)[V_AHEAD + 1][4], float (&o)[O_TILES][4]) {
+DEVICE void add_values(const u32 (&weights)[4], const u32 (&v)[V_STEPS][4], float (&o)[O_TILES][4]) {
 #pragma unroll
   for (int i = 0; i < V_STEPS; i++) {
-    if (i + V_AHEAD < V_STEPS) ldmatrix_x4_trans(v[(i + V_AHEAD) % (V_AHEAD + 1)], values + (i + V_AHEAD) * 32);
-    const u32(&b)[4] = v[i % (V_AHEAD + 1)];
-    mma_16x8x16(o[2 * i], weights, b[0], b[1]);
-    mma_16x8x16(o[2 * i + 1], weights, b[2], b[3]);
+    mma_16x8x16(o[2 * i], weights, v[i][0], v[i][1]);
+    mma_16x8x16(o[2 * i + 1], weights, v[i][2], v[i][3]);
   }
 }
 
@@ -365,20 +361,22 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
   for (int tile = tiles.begin + w.group; tile < tiles.end; tile += KV_GROUPS) {
     cp_async_wait<STAGES - 1>();
     warp_sync();  // orders all lanes' copies of this tile, which have landed, before the reads
-    float s[2][4];
-    partial_scores(q, w.keys + stage, s);
-    publish_scores(w, buffer, s);
-    u32 v[V_AHEAD + 1][4];
-    first_values(w.values + stage, v);
-    find_row(p, w, source, copied_id(w, source, w.ring + stage));
+    // K and V of the tile go to registers at once, so that its stage is free for the next copies before the scores are known.
+    const u32 id = copied_id(w, source, w.ring + stage);
+    float sums[2][2][4] = {}, s[2][4];
+    u32 v[V_STEPS][4];
+    partial_scores(q, w.keys + stage, sums);
+    load_values(w.values + stage, v);
+    find_row(p, w, source, id);
+    warp_sync();  // orders all lanes' reads of this tile, and of ids, before the copies that overwrite them
+    copy_tile(p, w, source, w.ring + stage);
+    publish_scores(w, buffer, sums, s);
     add_scores(w, buffer, s);
     soft_cap(p, s);
     if (tile >= source.first_masked) mask_tile(p, w, tile, s);
     u32 weights[4];
     softmax_tile(s, exponent_scale(p), softmax, o, weights);
-    add_values(weights, w.values + stage, v, o);
-    warp_sync();  // orders all lanes' reads of this tile, and of ids, before the copies that overwrite them
-    copy_tile(p, w, source, w.ring + stage);
+    add_values(weights, v, o);
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }

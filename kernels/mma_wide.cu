@@ -55,96 +55,110 @@ DEVICE u32 ring_parity(u32 tile) { return tile / STAGES & 1; }
 // --- the lane's place ----------------------------------------------------------------------------------------------
 
 struct Warp {
-  int row_group, column;  // row_group owns rows 16 * row_group ..., column its share of dims and columns
-  u32 keys, values;       // shared address of the lane's ldmatrix row in stage 0
-  u32 scores;             // shared address of the lane's place in exchange buffer 0, of column warp 0
+  u32 row_group, column;  // uniform: row_group owns rows 16 * row_group ..., column its share of dims and columns
+  u32 keys, values;       // address of the lane's ldmatrix row in stage 0
 };
 
 DEVICE Warp locate(u32 smem) {
   Warp w;
-  const int lane = lane_idx();
-  w.row_group = warp_idx() / COLUMN_WARPS;
-  w.column = warp_idx() % COLUMN_WARPS;
+  const u32 lane = lane_idx(), warp = make_uniform(warp_idx());
+  w.row_group = warp / COLUMN_WARPS;
+  w.column = warp % COLUMN_WARPS;
   // Keys: matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the B fragments
   // of the two token octets, in neighbouring registers as the tensor cores want them.
-  w.keys = smem + Smem::RING + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 + w.column * (ROW_BYTES / COLUMN_WARPS);
+  w.keys = keep_in_register(smem + Smem::RING + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 +
+                            w.column * (ROW_BYTES / COLUMN_WARPS));
   // Values, transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
-  w.values = smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 + w.column * (LATENT_BYTES / COLUMN_WARPS);
-  w.scores = smem + Smem::EXCHANGE + w.row_group * COLUMN_WARPS * 2 * SCORE_BYTES + lane * 16;
+  w.values = keep_in_register(smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 +
+                              w.column * (LATENT_BYTES / COLUMN_WARPS));
   return w;
 }
 
 // --- filling the ring ----------------------------------------------------------------------------------------------
 
+// Uniform.
 struct Source {
   u32 id_begin;      // first of the request's page ids
-  int first;         // KV token of tile 0
+  u32 first;         // KV token of tile 0
   u32 masked_from;   // every row sees every token of the tiles before this one
-  int cached;        // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
-  int new_row;       // NEW_KV: the row of token 0, were it there
+  i32 cached;        // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
+  i32 new_row;       // NEW_KV: the row of token 0, were it there
 };
 
 DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles) {
+  const int masked_from = min_int(max_int(first_masked_tile(p, r, rows), tiles.begin), tiles.end);
   Source s;
-  s.id_begin = (u32)r.id_begin;
-  s.first = tiles.begin * TILE;
-  s.masked_from = min_int(max_int(first_masked_tile(p, r, rows) - tiles.begin, 0), tiles.end - tiles.begin);
-  s.cached = r.kv_len - r.q_len;
-  s.new_row = r.q_begin - s.cached;
+  s.id_begin = make_uniform((u32)r.id_begin);
+  s.first = make_uniform(tiles.begin * TILE);
+  s.masked_from = make_uniform(masked_from - tiles.begin);
+  s.cached = NEW_KV ? make_uniform(r.kv_len - r.q_len) : 0;
+  s.new_row = NEW_KV ? make_uniform(r.q_begin - (r.kv_len - r.q_len)) : 0;
   return s;
 }
 
 // The lane's part of a tile: some of the rows, and of each of them every 16th chunk of 16 bytes.
 struct Share {
-  int row, chunk;
+  u32 row, chunk;
 };
 DEVICE Share copy_share() {
-  const int thread = thread_idx_anew();
-  return {thread / COPY_LANES * COPY_ROWS, thread % COPY_LANES * 16};
+  const u32 thread = thread_idx_anew();
+  return {thread / COPY_LANES * COPY_ROWS, thread % COPY_LANES};
 }
 
-// The ids of the pages of a tile's tokens below `end`, loaded one refill before they are used. The low word of a 64-bit id is
-// enough: pools have fewer than 2^31 pages.
-DEVICE void fetch_ids(i32 (&ids)[COPY_ROWS], const VerifyParams& p, const Source& s, u32 tile, int end) {
+// Where a token's row is.
+struct Slot {
+  i32 page, offset;  // id of the page, and the token's place in it
+};
+
+// The slots of a tile's tokens below `end`, found one refill before they are used. The low word of a 64-bit id is enough: pools
+// have fewer than 2^31 pages.
+DEVICE void find_slots(Slot (&slots)[COPY_ROWS], const VerifyParams& p, const Source& s, u32 tile, i32 end) {
   if (NEW_KV) end = min_int(end, s.cached);
-  const int first = s.first + (int)tile * TILE + copy_share().row;
+  const i32 first = s.first + tile * TILE + copy_share().row;
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
-    const int token = first + i;
-    if (token < end) ids[i] = (i32)ld_global_u32((const u8*)p.page_ids + (u64)(s.id_begin + page_of(p, token)) * (p.wide_ids ? 8 : 4));
+    const i32 token = first + i;
+    const u32 page = page_of(p, token);
+    slots[i].offset = token - page * p.page_size;
+    if (token < end)
+      slots[i].page = (i32)ld_global_u32((const u8*)p.page_ids + (u64)(s.id_begin + page) * (p.wide_ids ? 8 : 4));
   }
 }
 
-DEVICE KvRow source_row(const VerifyParams& p, const Source& s, int token, i32 id) {
+// The 16 bytes `chunk` of the latent and of the rope part of a token's row. Strides of pages and tokens fit 32 bits; what they add
+// up to does not.
+DEVICE KvRow source_chunk(const VerifyParams& p, const Source& s, i32 token, Slot slot, u32 chunk) {
+  const i64 element = chunk * vector_width<KV_DTYPE>();
   if (NEW_KV && token >= s.cached) {
-    const i64 row = s.new_row + token;
-    return {element_ptr<KV_DTYPE>(p.new_kv_c, row * p.new_kv_c_stride),
-            element_ptr<KV_DTYPE>(p.new_k_pe, row * p.new_k_pe_stride)};
+    const i32 row = s.new_row + token;
+    return {element_ptr<KV_DTYPE>(p.new_kv_c, mad_wide_i32(row, (i32)p.new_kv_c_stride, element)),
+            element_ptr<KV_DTYPE>(p.new_k_pe, mad_wide_i32(row, (i32)p.new_k_pe_stride, element))};
   }
-  const u32 slot = token - page_of(p, token) * p.page_size;
-  return {element_ptr<KV_DTYPE>(p.kv_c, (u32)id * p.kv_c_stride_page + slot * p.kv_c_stride_token),
-          element_ptr<KV_DTYPE>(p.k_pe, (u32)id * p.k_pe_stride_page + slot * p.k_pe_stride_token)};
+  const i64 c = mad_wide_i32(slot.offset, (i32)p.kv_c_stride_token, element);
+  const i64 pe = mad_wide_i32(slot.offset, (i32)p.k_pe_stride_token, element);
+  return {element_ptr<KV_DTYPE>(p.kv_c, mad_wide_i32(slot.page, (i32)p.kv_c_stride_page, c)),
+          element_ptr<KV_DTYPE>(p.k_pe, mad_wide_i32(slot.page, (i32)p.k_pe_stride_page, pe))};
 }
 
 // Some row of the row tile sees the token. Others are zeros in the ring: their weight is 0, but 0 times a NaN is not.
-DEVICE bool is_seen(u32 smem, int token) {
+DEVICE bool is_seen(u32 smem, i32 token) {
   if (token >= (i32)ld_shared_u32(smem + Smem::END)) return false;
   const int column = token - (i32)ld_shared_u32(smem + Smem::TAIL_BEGIN);
   return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
 }
 
 // The lane's part of copying `tile` to its stage, and its arrival on the full barrier for when that has landed.
-DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 tile, const i32 (&ids)[COPY_ROWS]) {
+DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 tile, const Slot (&slots)[COPY_ROWS]) {
   const Share share = copy_share();
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
-    const int token = s.first + (int)tile * TILE + share.row + i;
+    const i32 token = s.first + tile * TILE + share.row + i;
     const u32 bytes = tile < s.masked_from || is_seen(smem, token) ? 16 : 0;
-    const KvRow row = source_row(p, s, token, ids[i]);
-    const u32 dst = smem + Smem::RING + stage_offset(tile) + (share.row + i) * PITCH + share.chunk;
+    const KvRow row = source_chunk(p, s, token, slots[i], share.chunk);
+    const u32 dst = smem + Smem::RING + stage_offset(tile) + (share.row + i) * PITCH + share.chunk * 16;
 #pragma unroll
-    for (int c = 0; c < LATENT_BYTES; c += COPY_LANES * 16) cp_async_16_zfill(dst + c, row.c + share.chunk + c, bytes);
-    if (share.chunk < DR * 2) cp_async_16_zfill(dst + LATENT_BYTES, row.pe + share.chunk, bytes);
+    for (int c = 0; c < LATENT_BYTES; c += COPY_LANES * 16) cp_async_16_zfill(dst + c, row.c + c, bytes);
+    if (share.chunk < DR * 2 / 16) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
   }
   cp_async_mbarrier_arrive_noinc(full_barrier(smem, tile));
 }
@@ -194,8 +208,8 @@ DEVICE void publish_range(const VerifyParams& p, const Request& r, const RowTile
 
 DEVICE void load_q(u32 (&q)[K_STEPS][4], const VerifyParams& p, u32 smem, const Warp& w) {
   const int lane = lane_idx();
-  const u32 addr = smem + Smem::RING + w.row_group * STAGE_BYTES + lane % 16 * PITCH + lane / 16 * 16 +
-                   w.column * (ROW_BYTES / COLUMN_WARPS);
+  const u32 addr = smem + Smem::RING + w.row_group * STAGE_BYTES + w.column * (ROW_BYTES / COLUMN_WARPS) +
+                   lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
   for (int k = 0; k < K_STEPS; k++) {
     ldmatrix_x4(q[k], addr + k * 32);
@@ -243,8 +257,9 @@ DEVICE void stream(State& state, float (&s)[2][4], Fragments& f, u32 keys, u32 v
 }
 
 // Adds the partial scores of the row group's column warps, in pairs, so that all of them get the same sums, bit for bit.
-DEVICE void exchange_scores(float (&s)[2][4], const Warp& w, u32 tile) {
-  const u32 buffer = w.scores + tile % 2 * (WARPS * 2 * SCORE_BYTES);
+DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 tile) {
+  const u32 buffer = smem + Smem::EXCHANGE + tile % 2 * (WARPS * 2 * SCORE_BYTES) +
+                     w.row_group * (COLUMN_WARPS * 2 * SCORE_BYTES) + lane_idx() * 16;
 #pragma unroll
   for (int n = 0; n < 2; n++)
     st_shared_f32x4(buffer + (w.column * 2 + n) * SCORE_BYTES, f32x4{s[n][0], s[n][1], s[n][2], s[n][3]});
@@ -267,10 +282,11 @@ DEVICE void exchange_scores(float (&s)[2][4], const Warp& w, u32 tile) {
 
 struct Block {
   u32 smem;
-  u32 tiles;           // KV tiles of this block
+  u32 tiles;           // KV tiles of this block; uniform
+  float scale;         // of the exponents; uniform
   Warp warp;
   Source source;
-  i32 ids[COPY_ROWS] = {};  // pages of the next tile to copy; whatever where no row sees the token
+  Slot slots[COPY_ROWS] = {};  // of the next tile to copy
 };
 
 // Only tiles at the end of what the rows see come here, so the request is read again instead of kept in registers.
@@ -293,8 +309,8 @@ DEVICE void refill(const VerifyParams& p, Block& b, u32 n) {
   if (tile >= b.tiles) return;
   // Orders every warp's ldmatrix reads of tile n - 2 before the copies that overwrite it.
   mbarrier_wait(empty_barrier(b.smem, tile), ring_parity(tile) ^ 1);
-  copy_tile(p, b.source, b.smem, tile, b.ids);
-  fetch_ids(b.ids, p, b.source, tile + 1, tile + 1 < b.source.masked_from ? MAX_INT : ld_shared_u32(b.smem + Smem::END));
+  copy_tile(p, b.source, b.smem, tile, b.slots);
+  find_slots(b.slots, p, b.source, tile + 1, tile + 1 < b.source.masked_from ? MAX_INT : ld_shared_u32(b.smem + Smem::END));
 }
 
 template <bool SCORES, bool VALUES>
@@ -313,21 +329,21 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state, u32 n) {
     warp_sync();                                                                // orders the lanes' reads of tile n - 1 ...
     if (lane_idx() == 0) mbarrier_arrive(empty_barrier(b.smem, n - 1));  // ... before the refill that waits for this
   }
-  exchange_scores(s, b.warp, n);
+  exchange_scores(s, b.smem, b.warp, n);
   soft_cap(p, s);
   if (n >= b.source.masked_from) mask_tile(p, b, s, n);
-  softmax_tile(s, exponent_scale(p), state.softmax, state.o, state.weights);
+  softmax_tile(s, b.scale, state.softmax, state.o, state.weights);
 }
 
 // --- the kernel ----------------------------------------------------------------------------------------------------
 
 // q to registers, the first tiles on their way.
 DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, int end, Block& b, State& state) {
-  i32 ids[STAGES - 1][COPY_ROWS] = {};
+  Slot slots[STAGES - 1][COPY_ROWS] = {};
   init_barriers(b.smem);
   copy_q(p, rows, b.smem);
 #pragma unroll
-  for (int tile = 0; tile < STAGES - 1; tile++) fetch_ids(ids[tile], p, b.source, tile, end);
+  for (int tile = 0; tile < STAGES - 1; tile++) find_slots(slots[tile], p, b.source, tile, end);
   publish_range(p, r, rows, b.smem, end);
   cp_async_wait_all();
   block_sync();  // orders the barriers' initialisation, the published range and the copies of q before their uses
@@ -335,8 +351,8 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 #pragma unroll
   for (int tile = 0; tile < STAGES - 1; tile++)
-    if ((u32)tile < b.tiles) copy_tile(p, b.source, b.smem, tile, ids[tile]);
-  fetch_ids(b.ids, p, b.source, STAGES - 1, end);
+    if ((u32)tile < b.tiles) copy_tile(p, b.source, b.smem, tile, slots[tile]);
+  find_slots(b.slots, p, b.source, STAGES - 1, end);
 #pragma unroll
   for (int i = 0; i < O_TILES; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
   state.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
@@ -360,7 +376,8 @@ KERNEL(mlaflash_mma_wide, THREADS, 1) {
 
   Block b;
   b.smem = shared_base();
-  b.tiles = range.end - range.begin;
+  b.tiles = make_uniform(range.end - range.begin);
+  b.scale = as_f32(make_uniform(as_u32(exponent_scale(p))));
   b.warp = locate(b.smem);
   b.source = make_source(p, r, rows, range);
   State state;

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from mlaflash import jit
 from mlaflash.device import Device, apply_budget
 from mlaflash.errors import ShapeError
 from mlaflash.interop import ArrayView, cupy_view
+from mlaflash.jit.pdl import launch_dependent
 from mlaflash.masks import TreeMask
 from mlaflash.problem import Problem, View
-from mlaflash.schedule import Schedule, build_params, plan
+from mlaflash.schedule import Launch, Schedule, build_params, plan
 from mlaflash.tiles import KernelConfig
 
 
@@ -118,13 +122,7 @@ def mla_verify(
     CompileError, CaptureError, MissingDependencyError, NoDeviceError
         The kernels cannot be had here.
     """
-    device = Device.current()
-    if budget is not None:
-        device = apply_budget(device, budget)
-    import cupy
-
-    problem = Problem.from_arrays(
-        cupy_view,
+    call = prepare(
         q,
         kv_cache,
         sm_scale=sm_scale,
@@ -138,29 +136,118 @@ def mla_verify(
         tail_lens=tail_lens,
         new_kv=new_kv,
         logit_cap=logit_cap,
-        out_dtype=out.dtype if out_dtype is None and out is not None else out_dtype,
+        out=out,
+        lse=lse,
+        out_dtype=out_dtype,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
+        kernel=kernel,
+        tiles=tiles,
+        budget=budget,
+        validate=validate,
+        stream=stream,
     )
+    call.launch()
+    return call.out, call.lse
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A verify call whose arrays are checked, whose memory is there and whose kernels are loaded.
+
+    Attributes
+    ----------
+    problem : Problem
+    schedule : Schedule
+    out, lse : cupy.ndarray
+        Where the results go.
+    steps : tuple
+        Kernels and their launches, in order; empty where there is nothing to compute.
+    params : numpy.ndarray
+        The kernels' argument.
+    workspaces : dict
+        Device memory between the kernels.
+    stream : cupy.cuda.Stream
+    """
+
+    problem: Problem
+    schedule: Schedule
+    out: Any
+    lse: Any
+    steps: tuple[tuple[jit.Kernel, Launch], ...]
+    params: np.ndarray[Any, Any]
+    workspaces: dict[str, Any]
+    stream: Any
+
+    def launch(self) -> None:
+        """Enqueue the kernels, on the arrays as they are now; may be repeated."""
+        for kernel, step in self.steps:
+            if step.is_dependent:
+                launch_dependent(kernel, step.grid, step.block, self.params, self.stream)
+            else:
+                kernel.launch(step.grid, step.block, self.params, self.stream)
+
+
+def prepare(
+    q: Any,
+    kv_cache: Any,
+    *,
+    out: Any = None,
+    lse: Any = None,
+    out_dtype: Any = None,
+    kernel: str | None = None,
+    tiles: KernelConfig | None = None,
+    budget: str | None = None,
+    validate: bool = False,
+    stream: Any = None,
+    **arguments: Any,
+) -> Call:
+    """Do everything of a verify call but the launches.
+
+    Parameters
+    ----------
+    q, kv_cache, ...
+        As in `mla_verify`.
+
+    Returns
+    -------
+    Call
+
+    Raises
+    ------
+    MlaFlashError
+        As in `mla_verify`.
+    """
+    device = Device.current()
+    if budget is not None:
+        device = apply_budget(device, budget)
+    import cupy
+
+    if out_dtype is None and out is not None:
+        out_dtype = getattr(out, "dtype", None)
+    problem = Problem.from_arrays(cupy_view, q, kv_cache, out_dtype=out_dtype, **arguments)
     if validate:
         problem.validate()
     schedule = plan(problem, device, kernel=kernel, tiles=tiles)
     if stream is None:
         stream = cupy.cuda.get_current_stream()
-    # CuPy's pool hands memory back in the order of the stream that is current: workspaces must come from the launch's.
+    # CuPy's pool hands memory back in the order of the current stream: workspaces must come from the launch's own.
     with stream:
         if out is None:
             out = cupy.empty(problem.out_shape, problem.out_dtype)
         if lse is None:
             lse = cupy.empty(problem.out_shape[:-1], "float32")
         views = output_views(cupy_view, problem, out, lse)
-        if not problem.is_empty:
-            workspaces = {w.name: cupy.empty(w.shape, w.dtype) for w in schedule.workspaces}
-            if problem.is_dense:
-                workspaces["page_ids"] = cupy.arange(problem.batch, dtype="int32")
-            pointers = {name: array.data.ptr for name, array in workspaces.items()}
-            launch(problem, schedule, device, views, pointers, stream)
-    return out, lse
+        launches = () if problem.is_empty else schedule.launches
+        workspaces = {w.name: cupy.empty(w.shape, w.dtype) for w in schedule.workspaces if launches}
+        if problem.is_dense:
+            workspaces["page_ids"] = cupy.arange(problem.batch, dtype="int32")
+    pointers = {name: array.data.ptr for name, array in workspaces.items()}
+    params = build_params(problem, schedule, *views, pointers)
+    steps = tuple(
+        (jit.load(step.kernel, step.defines, device, step.shared_bytes, stream=stream), step) for step in launches
+    )
+    return Call(problem, schedule, out, lse, steps, params, workspaces, stream)
 
 
 def output_views(view: View, problem: Problem, out: Any, lse: Any) -> tuple[ArrayView, ArrayView]:
@@ -205,32 +292,3 @@ def output_views(view: View, problem: Problem, out: Any, lse: Any) -> tuple[Arra
             f"{out_view.itemsize} bytes); every row must start on 16 bytes. Give a copy."
         )
     return out_view, lse_view
-
-
-def launch(
-    problem: Problem,
-    schedule: Schedule,
-    device: Device,
-    outputs: tuple[ArrayView, ArrayView],
-    workspace_ptrs: dict[str, int],
-    stream: Any,
-) -> None:
-    """Enqueue a schedule's kernels.
-
-    Parameters
-    ----------
-    problem : Problem
-    schedule : Schedule
-    device : Device
-    outputs : tuple of ArrayView
-        out and lse.
-    workspace_ptrs : dict of str to int
-        Address of each workspace by name.
-    stream : cupy.cuda.Stream
-    """
-    params = build_params(problem, schedule, *outputs, workspace_ptrs)
-    kernels = [
-        jit.load(step.kernel, step.defines, device, step.shared_bytes, stream=stream) for step in schedule.launches
-    ]
-    for step, kernel in zip(schedule.launches, kernels, strict=True):
-        kernel.launch(step.grid, step.block, params, stream)

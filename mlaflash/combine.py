@@ -13,16 +13,19 @@ _COLUMN_GROUPS: Final = 4
 _WARP: Final = 32
 
 
-def split_warps(num_splits: int) -> int:
+def split_warps(num_splits: int, num_rows: int = 1) -> int:
     """Return how many warps share the splits of 128 columns of a row: the constant `SPLIT_WARPS`.
 
-    Few splits need no sum across warps; many are latency-bound, and take enough warps to have all loads in flight at
-    once, eight a lane.
+    Many rows fill the GPU by themselves, and few splits need no sum across warps. Few rows with many splits are bound by
+    latency: they take as many warps as have all loads in flight at once, eight a lane, while the blocks still fit the GPU
+    in one wave.
 
     Parameters
     ----------
     num_splits : int
         Splits of the call, 1 to `MAX_SPLITS`.
+    num_rows : int
+        Rows of out: query tokens times heads.
 
     Raises
     ------
@@ -33,36 +36,37 @@ def split_warps(num_splits: int) -> int:
         raise InvalidArgumentError(
             f"num_splits is {num_splits}; combine merges 1 to {MAX_SPLITS} splits. Choose a number in that range."
         )
-    for warps, most in ((1, 8), (4, 32), (8, 64)):
-        if num_splits <= most:
-            return warps
-    return 16
+    if num_splits <= 8:
+        return 1
+    if num_splits > 64 and num_rows <= 32:
+        return 16
+    return 8 if num_splits > 32 and num_rows <= 64 else 4
 
 
-def _warps(num_splits: int) -> int:
-    return max(_COLUMN_GROUPS, split_warps(num_splits))
+def _warps(num_splits: int, num_rows: int) -> int:
+    return max(_COLUMN_GROUPS, split_warps(num_splits, num_rows))
 
 
-def block(num_splits: int) -> int:
+def block(num_splits: int, num_rows: int = 1) -> int:
     """Return the threads of a block.
 
     Parameters
     ----------
-    num_splits : int
-        Splits of the call.
+    num_splits, num_rows : int
+        Of the call.
     """
-    return _WARP * _warps(num_splits)
+    return _WARP * _warps(num_splits, num_rows)
 
 
-def shared_bytes(num_splits: int) -> int:
-    """Return the dynamic shared memory of a block: weights, two reductions over its warps, a sum of four columns a thread.
+def shared_bytes(num_splits: int, num_rows: int = 1) -> int:
+    """Return the dynamic shared memory of a block: weights, two reductions over its warps, four columns a thread.
 
     Parameters
     ----------
-    num_splits : int
-        Splits of the call.
+    num_splits, num_rows : int
+        Of the call.
     """
-    return MAX_SPLITS * 4 + _warps(num_splits) * (2 * 4 + _WARP * 16)
+    return MAX_SPLITS * 4 + _warps(num_splits, num_rows) * (2 * 4 + _WARP * 16)
 
 
 def grid(num_rows: int, num_splits: int) -> tuple[int, int, int]:
@@ -70,9 +74,7 @@ def grid(num_rows: int, num_splits: int) -> tuple[int, int, int]:
 
     Parameters
     ----------
-    num_rows : int
-        Rows of out: query tokens times heads.
-    num_splits : int
-        Splits of the call.
+    num_rows, num_splits : int
+        Of the call.
     """
-    return (num_rows, min(_COLUMN_GROUPS, split_warps(num_splits)), 1)
+    return (num_rows, min(_COLUMN_GROUPS, split_warps(num_splits, num_rows)), 1)

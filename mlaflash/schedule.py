@@ -37,6 +37,8 @@ class Launch:
         Threads.
     shared_bytes : int
         Dynamic shared memory of a block.
+    is_dependent : bool
+        Whether its blocks may start before the launch before it has ended: the kernel itself waits for the results.
     """
 
     kernel: str
@@ -44,6 +46,7 @@ class Launch:
     grid: tuple[int, int, int]
     block: int
     shared_bytes: int
+    is_dependent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +213,11 @@ def with_combine(problem: Problem, config: KernelConfig, launch: Launch, splits:
     types = dtype_defines(problem.dtype, problem.out_dtype, partial_dtype)
     merge = Launch(
         "combine",
-        types | {"SPLIT_WARPS": combine.split_warps(splits)},
+        types | {"SPLIT_WARPS": combine.split_warps(splits, problem.rows)},
         combine.grid(problem.rows, splits),
-        combine.block(splits),
-        combine.shared_bytes(splits),
+        combine.block(splits, problem.rows),
+        combine.shared_bytes(splits, problem.rows),
+        is_dependent=True,
     )
     workspaces = (
         Workspace("partial_out", (splits, problem.rows, 512), partial_dtype),

@@ -82,6 +82,7 @@ FAULTS = [
         r"shared \+ 0, which (warp [01] (wrote|read) with no barrier|nothing has written)",
     ),
     ("deep_stack", "stack", r"stack"),
+    ("different_uniform", "divergence", r"warp 1, .*make_uniform different values"),
 ]
 # Waits for millions of failed attempts: one schedule is enough.
 ONE_SEED = {"deadlock_try_wait"}

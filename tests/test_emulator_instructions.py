@@ -23,7 +23,7 @@ PARAMS = np.dtype(
 OPS = [
     *("indices", "global_copies", "shared_copies", "ldmatrix", "matrix_transpose", "mma", "conversions"),
     *("arithmetic", "async_groups", "async_fill", "async_ring", "bulk_ring", "named_barriers", "shared_atomics"),
-    *("global_atomics", "shuffles", "hints"),
+    *("global_atomics", "shuffles", "hints", "async_words"),
 ]
 SEEDS = range(4)
 
@@ -313,6 +313,11 @@ def test_cp_async_groups(run: Run, rng: np.random.Generator) -> None:
     assert run("async_groups", a, np.zeros_like(a), block=64).tolist() == a.tolist()
 
 
+def test_cp_async_of_words(run: Run, rng: np.random.Generator) -> None:
+    a = words(rng, 64)
+    assert run("async_words", a, np.zeros_like(a), block=64).tolist() == a[::-1].tolist()
+
+
 def test_cp_async_zero_fill(run: Run, rng: np.random.Generator) -> None:
     a = rng.integers(1, 256, (32, 16), dtype=np.uint8)
     sizes = (np.arange(32) % 17).astype(np.uint32)
@@ -373,6 +378,12 @@ def test_indexed_shuffles(run: Run, rng: np.random.Generator, variant: int) -> N
     for t in range(64):
         expected = a[t // 32 * 32 + source[t]]
         assert out[t].tolist() == [expected[0], expected[1] if variant == 4 else 0]
+
+
+def test_uniform_value(run: Run, rng: np.random.Generator) -> None:
+    value = np.repeat(words(rng, 2), 32)
+    out = run("shuffles", np.zeros((64, 2), np.uint32), np.zeros((64, 2), np.uint32), b=value, variant=7, block=64)
+    assert out[:, 0].tolist() == value.tolist()
 
 
 @pytest.mark.parametrize("votes", ["some", "none", "one"])

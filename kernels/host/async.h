@@ -59,11 +59,18 @@ OUT_OF_LINE void async_commit(Site site) {
 
 OUT_OF_LINE void async_wait(u32 pending, Site site) {
   Block& block = current_block();
+  Warp& warp = current_warp(block);
   CopyList& copies = block.copies[current_thread()];
-  const Epoch epoch = current_warp(block).epoch;
   u32 landed = 0;
   while (landed < copies.count && copies.items[landed].group + pending < copies.committed) {
     const Copy& copy = copies.items[landed++];
+    Epoch epoch = warp.epoch;
+    if (copy.tracker) {
+      // Others may wait at the mbarrier for it, and this thread need not.
+      epoch = epoch_of(block, *copy.tracker, current_thread(), site);
+      u32& seen = warp.seen.at[epoch % AGENTS];
+      seen = seen < epoch / AGENTS ? epoch / AGENTS : seen;
+    }
     land(block, copy.dst, copy.src, copy.bytes, copy.size, epoch);
   }
   copies.count -= landed;

@@ -122,6 +122,12 @@ DEVICE u32 shfl_u32(u32 v, int src_lane, SITE) { return (u32)shfl_u64(v, src_lan
 DEVICE float shfl_f32(float v, int src_lane, SITE) {
   return emulator::bits_to_f32((u32)shfl_u64(emulator::f32_to_bits(v), src_lane, site));
 }
+DEVICE u32 make_uniform(u32 v, SITE) {
+  const u32 first = shfl_u32(v, 0, site);
+  if (emulator::vote(v != first, site) != 0)
+    emulator::fault_of(emulator::current_thread(), site, "divergence", "the lanes give make_uniform different values");
+  return first;
+}
 DEVICE bool warp_any(bool predicate, SITE) { return emulator::vote(predicate, site) != 0; }
 DEVICE u32 warp_ballot(bool predicate, SITE) { return emulator::vote(predicate, site); }
 
@@ -143,6 +149,8 @@ DEVICE float tanh_f32(float x) { return tanhf(x); }
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+DEVICE i64 mad_wide_i32(i32 a, i32 b, i64 c) { return (i64)a * b + c; }
+DEVICE u32 keep_in_register(u32 v) { return v; }
 DEVICE float as_f32(u32 bits) { return emulator::bits_to_f32(bits); }
 DEVICE u32 as_u32(float v) { return emulator::f32_to_bits(v); }
 DEVICE u32 pack_bf16x2(float lo, float hi) {

@@ -15,7 +15,7 @@ INLINE u32* shadow_of(Block& block, u32 offset) {
 OUT_OF_LINE void describe_copy(Block& block, u32 offset, Text& text) {
   for (u32 t = 0; t < block.num_threads; ++t) {
     for (u32 i = 0; i < block.copies[t].count; ++i) {
-      if (offset - block.copies[t].items[i].dst < 16) {
+      if (offset - block.copies[t].items[i].dst < block.copies[t].items[i].size) {
         text.add("a cp.async of thread %u", t);
         return;
       }

@@ -75,7 +75,7 @@ DEVICE bool is_visible(const VerifyParams& p, const Request& r, int q, int kv) {
 }
 
 DEVICE u32 page_of(const VerifyParams& p, u32 token) {
-  return p.page_magic ? mul_hi_u32(token, p.page_magic) >> p.page_shift : token >> p.page_shift;
+  return (p.page_magic ? mul_hi_u32(token, p.page_magic) : token) >> p.page_shift;
 }
 
 DEVICE KvRow kv_row(const VerifyParams& p, const Request& r, int token) {

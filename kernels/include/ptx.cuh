@@ -235,6 +235,12 @@ DEVICE u32 shfl_xor_u32(u32 v, int lane_mask) { return __shfl_xor_sync(0xfffffff
 DEVICE u32 shfl_u32(u32 v, int src_lane) { return __shfl_sync(0xffffffffu, v, src_lane); }
 DEVICE u64 shfl_u64(u64 v, int src_lane) { return __shfl_sync(0xffffffffu, v, src_lane); }
 DEVICE float shfl_f32(float v, int src_lane) { return __shfl_sync(0xffffffffu, v, src_lane); }
+// The same value, which all lanes hold alike: the compiler then knows, and keeps it in a uniform register.
+DEVICE u32 make_uniform(u32 v) {
+  u32 r;
+  asm("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(v));
+  return r;
+}
 DEVICE bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 
@@ -289,6 +295,17 @@ DEVICE float tanh_f32(float x) { return tanhf(x); }
 DEVICE float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return __umulhi(a, b); }
+// a * b + c, the product in 64 bits: one instruction, where the compiler would multiply 64-bit numbers.
+DEVICE i64 mad_wide_i32(i32 a, i32 b, i64 c) {
+  i64 r;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(r) : "r"(a), "r"(b), "l"(c));
+  return r;
+}
+// The same value, of which the compiler does not know how to compute it again: it stays in its register.
+DEVICE u32 keep_in_register(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 DEVICE float as_f32(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 as_u32(float v) { return __float_as_uint(v); }
 // Two values to 16-bit floats, round to nearest even, `lo` in the low half.

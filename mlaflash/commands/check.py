@@ -97,12 +97,15 @@ def check(
         render.document({"device": target.name, "passed": passed, "results": [r.as_dict() for r in results]})
     else:
         render.table(_COLUMNS, [_row(result) for result in results])
+    tell = render.note if as_json else render.line
+    told: set[str] = set()
     for result in failed:
-        say(f"FAIL {result.kernel} on {result.case}: {_why(result)}")
-        repeat = {"preset": preset, "case": result.case, "kernel": result.kernel, "seed": seed, "device": target.kind}
-        say(f"  repeat with: mlaflash check {as_options(repeat | axes)}")
+        why = _why(result)
+        tell(f"FAIL {result.kernel} on {result.case}: {why if why not in told else 'as above'}")
+        told.add(why)
+        tell(f"  repeat with: mlaflash check {as_options(_repeat(result, preset, seed, target))}")
     for label in idle:
-        say(f"FAIL {label}: it ran no problem of this selection")
+        tell(f"FAIL {label}: it ran no problem of this selection")
     seconds = time.perf_counter() - started
     say(
         f"{'passed' if passed else 'FAILED'}: {len(results) - len(failed)} of {len(results)} results are right "
@@ -110,6 +113,14 @@ def check(
     )
     if not passed:
         sys.exit(FAILED)
+
+
+def _repeat(result: lab.CheckResult, preset: str, seed: int, target: Target) -> dict[str, Any]:
+    constants = result.config.as_dict() if result.config is not None else {}
+    if result.kernel != lab.COMBINE:
+        constants.pop("nsplit", None)
+    where = {"seed": seed, "device": target.kind}
+    return {"preset": preset, "case": result.case, "kernel": result.kernel, **constants, **where}
 
 
 def _where(target: Target, preset: str, selected: Sequence[Case], reason: str) -> str:

@@ -174,18 +174,23 @@ def progress() -> Iterator[Progressed]:
         TimeElapsedColumn(),
         console=console,
         transient=True,
+        # A result that is printed meanwhile belongs to stdout.
+        redirect_stdout=False,
     )
     tasks: dict[str, TaskID] = {}
 
     def update(what: str, done: int, total: int) -> None:
         if what not in tasks:
+            bar.start()
             for earlier in tasks.values():
                 bar.update(earlier, visible=False)
             tasks[what] = bar.add_task(what, total=total)
         bar.update(tasks[what], completed=done, total=total)
 
-    with bar:
+    try:
         yield update
+    finally:
+        bar.stop()
 
 
 def _print(console: Console, text: str, style: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,14 +19,11 @@ from mlaflash.errors import (
 )
 from mlaflash.lab.compare import Comparison, compare, tolerance
 from mlaflash.lab.inputs import Case, build
-from mlaflash.lab.space import SPACES, check_axes
+from mlaflash.lab.space import SPACES, check_axes, merge_splits
 from mlaflash.lab.target import Target, built_key, no_progress, read_problem
+from mlaflash.problem import Problem
 from mlaflash.schedule import KERNELS, Launch
 from mlaflash.tiles import KernelConfig
-
-FEW_SPLITS: Final = 3
-MANY_SPLITS: Final = 12
-"""Splits of the merge that is checked where none are asked for: below and above 8 `combine` is compiled differently."""
 
 COMBINE: Final = "combine"
 CHECKED: Final = (*KERNELS, COMBINE)
@@ -177,19 +175,13 @@ def check(
     """
     constants = dict(constants or {})
     check_axes([_kernel_of(label) for label in kernels], list(constants))
-    runs = list(_runs(kernels, cases, constants))
     inputs = {case.name: build(case, seed) for case in cases}
-    problems = {name: read_problem(arguments) for name, arguments in inputs.items()}
     planned: list[_Planned] = []
-    for run in runs:
-        try:
-            schedule = target.plan(problems[run.case.name], run.kernel, run.config)
-        except TileError:
-            raise
-        except UnsupportedError as error:
-            planned.append((run, Skip(run.label, run.case.name, str(error))))
-        else:
-            planned.append((run, schedule.launches))
+    for case, splits in zip(cases, _splits(cases, constants.get("nsplit")), strict=True):
+        problem = read_problem(inputs[case.name])
+        for label in kernels:
+            run, launches = _plan(target, problem, case, label, splits, constants)
+            planned.append((run, launches))
     return _results(target, planned, inputs, seed, progress)
 
 
@@ -245,20 +237,32 @@ def describe(comparison: Comparison) -> str:
     )
 
 
-def _runs(kernels: Sequence[str], cases: Sequence[Case], constants: Mapping[str, int]) -> Iterator[_Run]:
-    nsplit = constants.get("nsplit")
-    seen: dict[str, int] = {}
+def _splits(cases: Sequence[Case], nsplit: int | None) -> Iterator[int]:
+    """Choose the splits that `combine` merges in each problem: in turn, for each dtype, all the ways it is compiled."""
+    seen: Counter[str] = Counter()
+    turns = merge_splits()
     for case in cases:
-        # Every second problem of a dtype has many splits.
-        count = seen[case.dtype] = seen.get(case.dtype, -1) + 1
-        splits = (FEW_SPLITS, MANY_SPLITS)[count % 2] if nsplit is None else nsplit
-        for label in kernels:
-            kernel = _kernel_of(label)
-            values = dict(constants)
-            if kernel == "tile":
-                values["nsplit"] = splits if label == COMBINE else 1
-            config = SPACES[kernel].with_values(values) if kernel in SPACES else None
-            yield _Run(label, kernel, config, case)
+        yield turns[seen[case.dtype] % len(turns)] if nsplit is None else nsplit
+        seen[case.dtype] += 1
+
+
+def _plan(
+    target: Target, problem: Problem, case: Case, label: str, splits: int, constants: Mapping[str, int]
+) -> tuple[_Run, tuple[Launch, ...] | Skip]:
+    """Plan what a call would run, but for the constants that were asked for and the splits that `label` is about."""
+    kernel = _kernel_of(label)
+    values = dict(constants)
+    if kernel == "tile":
+        values["nsplit"] = splits if label == COMBINE else 1
+    try:
+        schedule = target.plan(problem, kernel, None)
+        if kernel in SPACES:
+            schedule = target.plan(problem, kernel, SPACES[kernel].change(schedule.config, values))
+    except TileError:
+        raise
+    except UnsupportedError as error:
+        return _Run(label, kernel, None, case), Skip(label, case.name, str(error))
+    return _Run(label, kernel, schedule.config, case), schedule.launches
 
 
 def _kernel_of(label: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from mlaflash import combine
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, tile_candidates
 
@@ -66,15 +67,17 @@ class Space:
         for point in itertools.product(*lists):
             yield self.config(**{axis.name: value for axis, value in zip(self.axes, point, strict=True)})
 
-    def with_values(self, chosen: Mapping[str, int]) -> KernelConfig:
-        """Take the defaults but for the values given.
+    def change(self, config: KernelConfig, chosen: Mapping[str, int]) -> KernelConfig:
+        """Take a configuration but for the values given.
 
         Parameters
         ----------
+        config : KernelConfig
         chosen : mapping of str to int
             One value by the name of an axis; names of other kernels' axes are passed over.
         """
-        return self.config(**{axis.name: chosen[axis.name] for axis in self.axes if axis.name in chosen})
+        values = config.as_dict() | {axis.name: chosen[axis.name] for axis in self.axes if axis.name in chosen}
+        return self.config(**values)
 
 
 SPACES: Final[dict[str, Space]] = {
@@ -103,6 +106,14 @@ def all_axes() -> list[Axis]:
         for axis in space.axes:
             axes.setdefault(axis.name, axis)
     return list(axes.values())
+
+
+def merge_splits() -> list[int]:
+    """List numbers of splits that cover all the ways `combine` is compiled, the smallest of each."""
+    first: dict[int, int] = {}
+    for splits in range(2, combine.MAX_SPLITS):
+        first.setdefault(combine.split_warps(splits), splits)
+    return list(first.values())
 
 
 def check_axes(kernels: Sequence[str], names: Sequence[str]) -> None:

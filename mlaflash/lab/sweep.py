@@ -131,17 +131,18 @@ class RecordFile:
     Raises
     ------
     InvalidArgumentError
-        It exists and `resume` is not set, or holds something other than records.
+        It holds something and `resume` is not set, or something other than records, or cannot be written.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
-        if path.exists() and not resume:
-            raise InvalidArgumentError(
-                f"--out is {path}, which exists. Add --resume to continue it, or name another file."
-            )
         try:
-            self.records = _read(path) if path.exists() else []
+            holds_something = path.exists() and path.stat().st_size > 0
+            if holds_something and not resume:
+                raise InvalidArgumentError(
+                    f"--out is {path}, which holds something. Add --resume to continue it, or name another file."
+                )
+            self.records = _read(path) if holds_something else []
             self._write("")
         except OSError as error:
             raise InvalidArgumentError(f"--out is {path}, which cannot be used: {error}. Name another file.") from error
@@ -214,6 +215,17 @@ class Sweep:
         self._versions = versions()
         self.key = _key(self._problem, seed, target, self._versions)
 
+    def kept(self, configs: Iterable[KernelConfig], records: Iterable[Record]) -> list[Record]:
+        """Choose from earlier records those that are of this problem, environment and candidates.
+
+        Parameters
+        ----------
+        configs : iterable of KernelConfig
+        records : iterable of Record
+        """
+        wanted = {_candidate_id(config) for config in configs}
+        return [record for record in records if record.key == self.key and record.candidate in wanted]
+
     def run(
         self,
         configs: Iterable[KernelConfig],
@@ -227,8 +239,7 @@ class Sweep:
         ----------
         configs : iterable of KernelConfig
         done : iterable of Record
-            Those with this sweep's key are skipped, whatever became of them: one that ended the last sweep would end
-            this one too.
+            From `kept`. They are skipped whatever became of them: one that ended the last sweep would end this one too.
         progress : callable
             Told what is done, how much of it, and of how much.
 
@@ -238,11 +249,9 @@ class Sweep:
             Candidates are compiled and run as it is advanced. It raises `LaunchError` where one left the process
             without a GPU, after its record.
         """
-        skipped = {record.candidate for record in done if record.key == self.key}
+        skipped = {record.candidate for record in done}
         inputs = build(self.case, self.seed)
-        wanted = [
-            config for config in configs if (config.kernel, json.dumps(config.as_dict(), sort_keys=True)) not in skipped
-        ]
+        wanted = [config for config in configs if _candidate_id(config) not in skipped]
         problem = read_problem(inputs)
         candidates = [self._plan(problem, config) for config in wanted]
         return self._records(candidates, inputs, progress)
@@ -369,6 +378,10 @@ class Sweep:
             key=self.key,
             **fields,
         )
+
+
+def _candidate_id(config: KernelConfig) -> tuple[str, str]:
+    return config.kernel, json.dumps(config.as_dict(), sort_keys=True)
 
 
 def rank(records: Iterable[Record]) -> list[Record]:

@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mlaflash import combine
 from mlaflash.device import Device
 from mlaflash.errors import CompileError, UnsupportedError
 from mlaflash.interop import numpy_view
 from mlaflash.jit import CompiledKernel, compile_cached
 from mlaflash.lab.inputs import Case, build
-from mlaflash.lab.space import SPACES
+from mlaflash.lab.space import SPACES, merge_splits
 from mlaflash.lab.target import compiler_threads, no_progress
 from mlaflash.problem import Problem
 from mlaflash.schedule import KERNELS, plan
@@ -22,8 +21,6 @@ from mlaflash.tiles import KernelConfig
 COMPILED: Final = (*KERNELS, "combine")
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
-
-_SPLITS: Final = (1, 2, combine.MAX_SPLITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +129,7 @@ def variants(
         case = Case(name="variants", q_lens=(1,), kv_lens=(1,), heads=8, sm_scale=1.0, dtype=dtype)
         problem = Problem.from_arrays(numpy_view, **build(case, 0))
         for kernel in KERNELS:
-            for config in _configs(kernel, every_tile):
+            for config in _configs(problem, device, kernel, every_tile):
                 try:
                     launches = plan(problem, device, kernel=kernel, tiles=config).launches
                 except UnsupportedError as error:
@@ -196,14 +193,16 @@ def _compile(variant: Variant) -> Compilation:
         return Compilation(variant, None, str(error))
 
 
-def _configs(kernel: str, every_tile: bool) -> Iterator[KernelConfig | None]:
+def _configs(problem: Problem, device: Device, kernel: str, every_tile: bool) -> Iterator[KernelConfig | None]:
+    """List what a call chooses by itself, or everything that is swept, with all the splits that compile differently."""
+    yield None
     space = SPACES.get(kernel)
-    if space is None:
-        yield None
+    if space is None or not space.axes:
         return
-    splits = {"nsplit": _SPLITS}
+    splits = [1, *merge_splits()]
     if every_tile:
-        yield from space.candidates("gpu", splits)
+        yield from space.candidates("gpu", {"nsplit": splits})
         return
-    defaults = {axis.name: (value,) for axis in space.axes if (value := space.config().as_dict().get(axis.name))}
-    yield from space.candidates("gpu", {**defaults, **splits})
+    chosen = plan(problem, device, kernel=kernel).config
+    for nsplit in splits:
+        yield space.change(chosen, {"nsplit": nsplit})

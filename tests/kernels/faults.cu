@@ -218,6 +218,7 @@ DEVICE void divergent_collective(const VerifyParams& p) {
     keep(p, shfl_u32(1, 0));
   }
 }
+DEVICE void different_uniform(const VerifyParams& p) { keep(p, make_uniform(p.wrong ? thread_idx() / 40 : 1)); }
 DEVICE void return_before_collective(const VerifyParams& p) {
   if (p.wrong && thread_idx() == 40) return;
   warp_sync();
@@ -310,5 +311,7 @@ KERNEL(mlaflash_faults, 64, 1) {
       return unordered_atomic(p);
     case 33:
       return deep_stack(p);
+    case 34:
+      return different_uniform(p);
   }
 }

@@ -200,6 +200,15 @@ DEVICE void async_groups(const VerifyParams& p) {
   st_global_u32x4(bytes_of(p.out, 64 * t + 48), ld_shared_u32x4(own + 48));
 }
 
+DEVICE void async_words(const VerifyParams& p) {
+  const int t = thread_idx();
+  cp_async_4(shared_base() + 4 * t, bytes_of(p.a, 4 * t));
+  cp_async_wait_all();
+  block_sync();
+  const int r = p.threads - 1 - t;
+  st_global_u32(bytes_of(p.out, 4 * t), ld_shared_u32(shared_base() + 4 * r));
+}
+
 // b: how many of the 16 bytes to copy. A thread that copies none has no source.
 DEVICE void async_fill(const VerifyParams& p) {
   const int t = thread_idx();
@@ -253,11 +262,8 @@ DEVICE void async_ring(const VerifyParams& p) {
     cp_async_16(smem + slot * RING_BYTES + 16 * t, bytes_of(p.a, i * RING_BYTES + 16 * t));
     cp_async_mbarrier_arrive_noinc(smem + RING_FULL + 8 * slot);
   }
-  // Both slots are read before the producers may return.
-  for (u32 slot = 0; slot < RING_SLOTS; slot++) {
-    const int rounds = (p.variant + (int)RING_SLOTS - 1 - (int)slot) / (int)RING_SLOTS;
-    if (rounds) mbarrier_wait(smem + RING_EMPTY + 8 * slot, (rounds + 1) % 2);
-  }
+  // The consumers need not have seen the last tiles: their mbarriers say when.
+  cp_async_wait_all();
 }
 
 // One thread fills the ring, in two copies a tile.
@@ -354,6 +360,9 @@ DEVICE void shuffles(const VerifyParams& p) {
     case 6:
       result = warp_any(v % 2);
       break;
+    case 7:
+      result = make_uniform((u32)lane);
+      break;
   }
   st_global_u32x2(bytes_of(p.out, 8 * t), u32x2{(u32)result, (u32)(result >> 32)});
 }
@@ -402,5 +411,7 @@ KERNEL(mlaflash_instructions, 256, 1) {
       return shuffles(p);
     case 16:
       return hints(p);
+    case 17:
+      return async_words(p);
   }
 }

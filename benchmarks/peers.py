@@ -1,0 +1,342 @@
+"""Time mlaflash beside the MLA kernels that people would use instead, on one GPU, in one run.
+
+Every candidate works on the same tensors: shuffled pages of 64 tokens, bfloat16. Results are held against a float64 reference
+first. Then all candidates of a shape take turns, each launch after a read of twice the level-2 cache, and the medians of CUDA
+events are compared. mlaflash runs with a tree mask and inside the limits of `--budget`; the peers have no tree mask (except
+SGLang's extend kernel) and run causal.
+
+Needs torch and, for each peer that is not to be reported as missing, its package: flashinfer-python, sgl-flash-mla (FlashMLA),
+and SGLang's Triton kernels below the folder that SGL_SRC names. FlashInfer picks its shared-memory tier by the GPU; by default
+this program makes it take the one that an sm_120 card gets, in a patched temporary copy of the package.
+
+    python benchmarks/peers.py --out peers.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+import torch
+
+from mlaflash import TreeMask, attention
+from mlaflash.device import Device
+from mlaflash.lab.ceilings import measure_ceilings
+
+DL, DR = 512, 64
+PAGE = 64
+SCALE = 0.14468
+# batch, q_len, heads, kv_len
+SHAPES = [
+    *((1, 1, 8, 65536), (32, 1, 8, 8192), (32, 2, 8, 8192)),
+    *((1, 4, 8, 65536), (32, 4, 8, 8192)),
+    *((1, 8, 8, 4096), (1, 8, 8, 16384), (1, 8, 8, 65536), (1, 1, 64, 65536), (1, 8, 8, 200000)),
+    *((8, 8, 8, 32768), (32, 8, 8, 8192), (32, 1, 64, 8192)),
+    *((1, 16, 8, 65536), (64, 1, 128, 4096), (1, 32, 8, 65536), (64, 2, 128, 4096)),
+    *((1, 8, 64, 65536), (8, 8, 64, 16384), (1, 64, 8, 65536), (1, 16, 64, 65536)),
+]
+
+Launch = Callable[[], torch.Tensor]
+
+
+class Problem:
+    """Tensors of one shape."""
+
+    def __init__(self, batch: int, q_len: int, heads: int, kv_len: int) -> None:
+        self.batch, self.q_len, self.heads, self.kv_len = batch, q_len, heads, kv_len
+        generator = torch.Generator(device="cuda").manual_seed(batch * 7919 + q_len * 31 + heads + kv_len)
+        self.pages = -(-kv_len // PAGE)
+        num_pages = batch * self.pages
+        shape = (num_pages * PAGE, DL + DR)
+        self.cache = torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+        order = torch.randperm(num_pages, device="cuda", generator=generator).to(torch.int32)
+        self.table = order.view(batch, self.pages)
+        q = torch.randn((batch * q_len, heads, DL + DR), device="cuda", dtype=torch.bfloat16, generator=generator)
+        self.q = q / 2
+        rng = np.random.default_rng(1)
+        parents = [-1] + [int(rng.integers(max(i - 4, 0), i)) for i in range(1, q_len)]
+        self.parents = np.tile(np.array(parents, np.int32), batch)
+
+    def slots(self) -> torch.Tensor:
+        """Slot of every token, (batch, kv_len)."""
+        offsets = torch.arange(PAGE, device="cuda")
+        slots = self.table.long()[:, :, None] * PAGE + offsets
+        return slots.reshape(self.batch, -1)[:, : self.kv_len].to(torch.int32)
+
+    def reference(self, visible: torch.Tensor) -> torch.Tensor:
+        """Output of request 0 in float64 (eight heads at a time) under the mask (q_len, q_len) over its last tokens."""
+        keys = self.cache[self.slots()[0].long()].double()
+        full = torch.ones(self.q_len, self.kv_len, dtype=torch.bool, device="cuda")
+        full[:, self.kv_len - self.q_len :] = visible
+        parts = []
+        for head in range(0, self.heads, 8):
+            scores = torch.einsum("qhd,kd->hqk", self.q[: self.q_len, head : head + 8].double(), keys) * SCALE
+            scores = scores.masked_fill(~full, float("-inf"))
+            parts.append(torch.einsum("hqk,kd->qhd", scores.softmax(-1), keys[:, :DL]))
+        return torch.cat(parts, 1)
+
+
+def mlaflash_call(problem: Problem, budget: str | None, mask: str, page_size: int) -> Launch:
+    words: TreeMask | str = mask
+    if mask == "tree":
+        packed = TreeMask.from_parents(problem.parents.reshape(problem.batch, problem.q_len))
+        words = TreeMask(cupy.asarray(packed.words), packed.max_q)
+    cache, table = problem.cache.view(-1, PAGE, DL + DR), problem.table
+    if page_size == 1:
+        cache, table = problem.cache, problem.slots()
+    call = attention.prepare(
+        cupy.from_dlpack(problem.q),
+        cupy.from_dlpack(cache),
+        sm_scale=SCALE,
+        kv_lens=cupy.full(problem.batch, problem.kv_len, "int32"),
+        block_table=cupy.from_dlpack(table),
+        mask=words,
+        max_kv_len=problem.kv_len,
+        budget=budget,
+        stream=cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream),
+    )
+    out = torch.from_dlpack(call.out)
+
+    def launch() -> torch.Tensor:
+        call.launch()
+        return out
+
+    return launch
+
+
+def use_sm120_tier() -> None:
+    """Let FlashInfer import from a copy in which the larger shared-memory tiers are out of reach."""
+    found = importlib.util.find_spec("flashinfer")
+    if found is None or found.origin is None:
+        return
+    copy = Path(tempfile.mkdtemp(prefix="flashinfer_sm120tier_"))
+    shutil.copytree(Path(found.origin).parent, copy / "flashinfer")
+    header = copy / "flashinfer/data/include/flashinfer/attention/mla.cuh"
+    header.write_text(
+        re.sub(r"smem_limit_per_sm >= (221696|147968)", "smem_limit_per_sm >= 999999999", header.read_text())
+    )
+    os.environ["FLASHINFER_WORKSPACE_BASE"] = str(copy)
+    sys.path.insert(0, str(copy))
+
+
+def flashinfer(backend: str) -> Callable[[Problem], Launch]:
+    def build(problem: Problem) -> Launch:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=backend)
+        steps = torch.arange(problem.batch + 1, dtype=torch.int32, device="cuda")
+        lens = torch.full((problem.batch,), problem.kv_len, dtype=torch.int32, device="cuda")
+        wrapper.plan(
+            steps * problem.q_len, steps * problem.pages, problem.table.reshape(-1).contiguous(), lens, problem.heads,
+            DL, DR, PAGE, True, SCALE, torch.bfloat16, torch.bfloat16,
+        )  # fmt: skip
+        nope, rope = problem.q[..., :DL].contiguous(), problem.q[..., DL:].contiguous()
+        cache = problem.cache.view(-1, PAGE, DL + DR)
+        return lambda: wrapper.run(nope, rope, cache[..., :DL], cache[..., DL:])
+
+    return build
+
+
+def flashmla(problem: Problem) -> Launch:
+    import flash_mla
+
+    cache = problem.cache.view(-1, PAGE, 1, DL + DR)
+    q = problem.q.view(problem.batch, problem.q_len, problem.heads, DL + DR)
+    lens = torch.full((problem.batch,), problem.kv_len, dtype=torch.int32, device="cuda")
+    metadata = flash_mla.get_mla_metadata()[0]
+
+    def launch() -> torch.Tensor:
+        out = flash_mla.flash_mla_with_kvcache(
+            q, cache, problem.table, lens, DL, metadata, None, SCALE, True, use_legacy=True
+        )[0]
+        return out.reshape(-1, problem.heads, DL)
+
+    return launch
+
+
+class _Anything:
+    """Stands in for SGLang's settings, all of which are off."""
+
+    def __getattr__(self, name: str) -> Any:
+        return types.SimpleNamespace(get=lambda *_: False)
+
+
+def _sglang(module: str) -> Any:
+    """Import one of SGLang's Triton files without the rest of SGLang."""
+    package = "sglang.kernels.ops.attention"
+    if f"{package}.{module}" in sys.modules:
+        return sys.modules[f"{package}.{module}"]
+    if package not in sys.modules:
+        for name in ("sglang", "sglang.srt", "sglang.srt.environ", "sglang.srt.utils", "sglang.kernels",
+                     "sglang.kernels.ops", package):  # fmt: skip
+            stand_in = types.ModuleType(name)
+            stand_in.__path__ = []
+            sys.modules[name] = stand_in
+        sys.modules["sglang.srt.environ"].envs = _Anything()  # type: ignore[attr-defined]
+        utils: Any = sys.modules["sglang.srt.utils"]
+        utils.get_device_core_count = lambda _=0: torch.cuda.get_device_properties(0).multi_processor_count
+        utils.is_gfx95_supported = utils.is_gfx1250_supported = utils.is_hip = lambda: False
+        utils.is_cuda = lambda: True
+    for name in ("score_mod", "decode_attention", "extend_attention", "verify_splitkv", "verify_mla"):
+        path = Path(os.environ["SGL_SRC"]) / "sglang/kernels/ops/attention" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"{package}.{name}", path)
+        if spec is None or spec.loader is None:
+            raise ImportError(path)
+        sys.modules[f"{package}.{name}"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[f"{package}.{name}"])
+    return sys.modules[f"{package}.{module}"]
+
+
+def _extend_arguments(problem: Problem) -> tuple[tuple[Any, ...], torch.Tensor]:
+    batch, q_len, prefix = problem.batch, problem.q_len, problem.kv_len - problem.q_len
+    slots = problem.slots()
+    cache = problem.cache.view(-1, 1, DL + DR)
+    new = cache[slots[:, prefix:].reshape(-1).long()].contiguous()
+    steps = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    mask = torch.ones(q_len, problem.kv_len, dtype=torch.bool, device="cuda")
+    mask[:, prefix:] = torch.tril(torch.ones(q_len, q_len, dtype=torch.bool, device="cuda"))
+    out = torch.empty(batch * q_len, problem.heads, DL, device="cuda", dtype=torch.bfloat16)
+    arguments = (
+        problem.q, new, new[..., :DL].contiguous(), out, cache, cache[..., :DL], steps * q_len, steps * prefix,
+        slots[:, :prefix].reshape(-1).contiguous(), mask.reshape(-1).repeat(batch).to(torch.uint8), True,
+        steps.to(torch.int64) * (q_len * problem.kv_len), q_len, 1.0, 1.0,
+    )  # fmt: skip
+    return arguments, out
+
+
+def sglang_extend(problem: Problem) -> Launch:
+    module = _sglang("extend_attention")
+    arguments, out = _extend_arguments(problem)
+
+    def launch() -> torch.Tensor:
+        module.extend_attention_fwd(*arguments, sm_scale=SCALE)
+        return out
+
+    return launch
+
+
+def sglang_verify(problem: Problem) -> Launch:
+    module = _sglang("verify_mla")
+    arguments, out = _extend_arguments(problem)
+
+    def launch() -> torch.Tensor:
+        if not module.verify_shared_kv_fwd(*arguments, sm_scale=SCALE):
+            raise RuntimeError("refused the shape")
+        return out
+
+    return launch
+
+
+def interleaved(launches: dict[str, Launch], rounds: int, slow: set[str]) -> dict[str, float]:
+    """Median microseconds of each, one launch of every candidate a round, each from a cold level-2 cache."""
+    flush = torch.ones(2 * Device.current().l2_bytes // 4, device="cuda")
+    samples: dict[str, list[float]] = {name: [] for name in launches}
+    for index in range(rounds):
+        for name, launch in launches.items():
+            if name in slow and index >= 3:
+                continue
+            start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+            for _ in range(4):  # longer than the host needs to enqueue what is timed
+                flush.max()
+            start.record()
+            launch()
+            end.record()
+            end.synchronize()
+            samples[name].append(1e3 * start.elapsed_time(end))
+    return {name: float(np.median(values)) for name, values in samples.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", help="JSON file for the records")
+    parser.add_argument("--budget", default="sm_120", help="limits that mlaflash keeps; 'none' is the GPU's own")
+    parser.add_argument("--tier", choices=["sm_120", "own"], default="sm_120", help="FlashInfer's shared-memory tier")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shapes", help="only these, as B,q,H,kv;B,q,H,kv")
+    parser.add_argument("--candidates", help="only these, by name")
+    options = parser.parse_args()
+    if options.tier == "sm_120":
+        use_sm120_tier()
+    budget = None if options.budget == "none" else options.budget
+    candidates: dict[str, Callable[[Problem], Launch]] = {
+        "mlaflash": lambda problem: mlaflash_call(problem, budget, "tree", PAGE),
+        "mlaflash causal": lambda problem: mlaflash_call(problem, budget, "causal", PAGE),
+        "mlaflash page 1": lambda problem: mlaflash_call(problem, budget, "tree", 1),
+        "flashinfer fa2": flashinfer("fa2"),
+        "flashinfer fa3": flashinfer("fa3"),
+        "flashmla": flashmla,
+        "sglang extend": sglang_extend,
+        "sglang verify": sglang_verify,
+    }
+    if options.candidates:
+        candidates = {name: candidates[name] for name in options.candidates.split(",")}
+    shapes = SHAPES
+    if options.shapes:
+        shapes = [tuple(map(int, shape.split(","))) for shape in options.shapes.split(";")]  # type: ignore[misc]
+
+    device = Device.current()
+    ceilings = measure_ceilings(device)
+    print(device.name, ceilings, f"budget {options.budget}, fa2 tier {options.tier}", flush=True)
+    records = []
+    for shape in shapes:
+        record = time_shape(Problem(*shape), candidates, options.rounds)
+        records.append({"shape": shape, **record})
+        print(line(shape, record), flush=True)
+        torch.cuda.empty_cache()
+    if options.out:
+        document = {"gpu": device.name, "budget": options.budget, "tier": options.tier, "records": records}
+        document["ceilings"] = {name: getattr(ceilings, name) for name in ceilings.__dataclass_fields__}
+        Path(options.out).write_text(json.dumps(document, indent=1))
+
+
+def time_shape(problem: Problem, candidates: dict[str, Callable[[Problem], Launch]], rounds: int) -> dict[str, Any]:
+    q_len = problem.q_len
+    causal = torch.tril(torch.ones(q_len, q_len, dtype=torch.bool, device="cuda"))
+    tree = TreeMask.from_parents(problem.parents[:q_len]).to_dense()[0]
+    references = {"causal": problem.reference(causal), "tree": problem.reference(torch.from_numpy(tree).cuda())}
+    launches, errors, failed = {}, {}, {}
+    for name, build in candidates.items():
+        try:
+            launch = build(problem)
+            out = launch()[:q_len].double()
+            masked = "tree" if name in ("mlaflash", "mlaflash page 1") else "causal"
+            reference = references[masked]
+            errors[name] = float((out - reference).norm() / reference.norm())
+            # 5e-3: bfloat16 outputs of kernels that round differently; a wrong mask or page is far outside.
+            if not errors[name] < 5e-3:
+                raise RuntimeError(f"relative error {errors[name]:.1e}")
+            launches[name] = launch
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
+    times = interleaved(launches, rounds, {"sglang extend"})
+    return {"us": times, "error": errors, "failed": failed}
+
+
+def line(shape: tuple[int, ...], record: dict[str, Any]) -> str:
+    batch, q_len, heads, kv_len = shape
+    times = record["us"]
+    text = f"{shape!s:22s}"
+    if "mlaflash" in times:
+        own = times["mlaflash"]
+        rate = batch * kv_len * (DL + DR) * 2 / own / 1e3
+        flops = 2 * (2 * DL + DR) * batch * q_len * heads * kv_len / own / 1e6
+        text += f" {own:8.1f} us {rate:5.0f} GB/s {flops:4.0f} TF err {record['error']['mlaflash']:.1e} |"
+        text += "".join(f" {name} {us / own:.2f}x" for name, us in times.items() if name != "mlaflash")
+    return text + "".join(f" [{name}: {why}]" for name, why in record["failed"].items())
+
+
+if __name__ == "__main__":
+    main()

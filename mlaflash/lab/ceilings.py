@@ -1,0 +1,104 @@
+"""What a GPU can do at most, measured: the numbers that a kernel's time is held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlaflash.device import Device
+from mlaflash.jit.compiler import compile_sources
+from mlaflash.jit.sources import kernel_root, read
+
+_THREADS = 256
+_CHAINS = 8
+_STEPS = 4096
+_READ_BYTES = 1 << 30
+_SAMPLES = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured rates of one GPU.
+
+    Attributes
+    ----------
+    read_gb_s : float
+        Streaming reads of a buffer larger than the level-2 cache, 1e9 bytes a second.
+    mma_tflop_s : float
+        ``mma.sync`` m16n8k16 on bfloat16 with float32 accumulation, from registers.
+    fma_tflop_s : float
+        float32 fused multiply-adds, two operations each.
+    shared_tb_s : float
+        128-bit loads from shared memory, 1e12 bytes a second over all SMs.
+    """
+
+    read_gb_s: float
+    mma_tflop_s: float
+    fma_tflop_s: float
+    shared_tb_s: float
+
+
+def measure_ceilings(device: Device) -> Ceilings:
+    """Measure the rates of the current GPU; takes about a second.
+
+    Parameters
+    ----------
+    device : Device
+        The current one.
+
+    Returns
+    -------
+    Ceilings
+    """
+    warps = 2 * device.num_sms * _THREADS // 32
+    instructions = warps * _STEPS * _CHAINS
+    fma, mma, shared = (_instruction_seconds(device, limit) for limit in range(3))
+    return Ceilings(
+        read_gb_s=_READ_BYTES / _read_seconds(device) / 1e9,
+        mma_tflop_s=instructions * 2 * 16 * 8 * 16 / mma / 1e12,
+        fma_tflop_s=instructions * 2 * 32 / fma / 1e12,
+        shared_tb_s=instructions * 512 / shared / 1e12,
+    )
+
+
+def _instruction_seconds(device: Device, limit: int) -> float:
+    import cupy
+
+    function = _load(device, "ceilings", {"LIMIT": limit})
+    sink = cupy.zeros(1, "float32")
+    arguments = (np.uint32(_STEPS), np.float32(1e-6), sink)
+    return _seconds(lambda: function((2 * device.num_sms, 1, 1), (_THREADS, 1, 1), arguments, 0))
+
+
+def _read_seconds(device: Device) -> float:
+    import cupy
+
+    function = _load(device, "flush", {})
+    data, sink = cupy.zeros(_READ_BYTES, "uint8"), cupy.zeros(1, "uint32")
+    arguments = (data, np.uint64(_READ_BYTES // 16), np.uint32(1), sink)
+    return _seconds(lambda: function((8 * device.num_sms, 1, 1), (_THREADS, 1, 1), arguments, 0))
+
+
+def _load(device: Device, kernel: str, defines: dict[str, int]) -> Any:
+    from cupy.cuda import function
+
+    compiled = compile_sources(read(kernel, kernel_root() / "lab"), defines, device.arch)
+    module = function.Module()
+    module.load(compiled.cubin)
+    return module.get_function(compiled.entry)
+
+
+def _seconds(enqueue: Any) -> float:
+    import cupy
+
+    samples = []
+    for _ in range(_SAMPLES + 1):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        enqueue()
+        end.record()
+        end.synchronize()
+        samples.append(1e-3 * cupy.cuda.get_elapsed_time(start, end))
+    return float(np.median(samples[1:]))
