@@ -1,13 +1,13 @@
 """Time mlaflash beside the MLA kernels that people would use instead, on one GPU, in one run.
 
-Every candidate works on the same tensors: shuffled pages of 64 tokens, bfloat16. Results are held against a float64 reference
-first. Then all candidates of a shape take turns, each launch after a read of twice the level-2 cache, and the medians of CUDA
-events are compared. mlaflash runs with a tree mask and inside the limits of `--budget`; the peers have no tree mask (except
-SGLang's extend kernel) and run causal.
+Every candidate works on the same tensors: shuffled pages of 64 tokens, bfloat16. Results are held against a float64
+reference first. Then all candidates of a shape take turns, each launch after a read of twice the level-2 cache, and the
+medians of CUDA events are compared. mlaflash runs with a tree mask and inside the limits of `--budget`; the peers have
+no tree mask (except SGLang's extend kernel) and run causal.
 
-Needs torch and, for each peer that is not to be reported as missing, its package: flashinfer-python, sgl-flash-mla (FlashMLA),
-and SGLang's Triton kernels below the folder that SGL_SRC names. FlashInfer picks its shared-memory tier by the GPU; by default
-this program makes it take the one that an sm_120 card gets, in a patched temporary copy of the package.
+Needs torch and, for each peer that is not to be reported as missing, its package: flashinfer-python, sgl-flash-mla
+(FlashMLA), and SGLang's Triton kernels below the folder that SGL_SRC names. FlashInfer picks its shared-memory tier by
+the GPU; by default this program makes it take the one that an sm_120 card gets, in a patched temporary copy.
 
     python benchmarks/peers.py --out peers.json
 """

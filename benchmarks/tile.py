@@ -2,8 +2,8 @@
 
     python benchmarks/tile.py [--update-readme]
 
-float32, one request, 8 query tokens, 8 heads, causal, shuffled slots. Times are medians of CUDA events from a cold level-2 cache
-and hold every kernel of the call, combine included.
+float32, one request, 8 query tokens, 8 heads, causal, shuffled slots. Times are medians of CUDA events from a cold
+level-2 cache and hold every kernel of the call, combine included.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def problem(kv_len: int) -> dict[str, Any]:
 
 
 def shared_bytes_moved(config: TileConfig, kv_len: int) -> float:
-    """Bytes that pass the shared-memory pipes, 128 a wavefront: fill, scores, values; partial scores and weights are small."""
+    """Bytes that pass the shared-memory pipes, 128 a wavefront: fill, scores and values; the rest is small."""
     heads, tokens = min(8, config.ht), 2 if config.tk >= 32 else 1
     warp_steps = (config.ht // heads) * config.tk / (4 * tokens) * 18  # 18 steps of 8 lanes x 4 dims cover 576
     scores = warp_steps * (heads * 128 + tokens * 512)
@@ -77,7 +77,8 @@ def row(kv_len: int, ceilings: Ceilings, device: Device) -> str:
     naive_rate = ROWS * kv_len * 1088 * 4 / naive / 1e3
     config = f"{best[0]} x {best[1]} x {best[2]}"
     return (
-        f"| {kv_len:,} | {naive:,.0f} ({naive_rate:,.0f} GB/s) | **{times[best]:,.0f}** ({config}) | {naive / times[best]:.1f}x "
+        f"| {kv_len:,} | {naive:,.0f} ({naive_rate:,.0f} GB/s) "
+        f"| **{times[best]:,.0f}** ({config}) | {naive / times[best]:.1f}x "
         f"| {best_of[16]:,.0f} / {best_of[64]:,.0f} | {fma:,.0f} / {shared:,.0f} / {read:,.0f} |"
     )
 
@@ -89,11 +90,12 @@ def main() -> None:
     device = Device.current()
     ceilings = measure_ceilings(device)
     lines = [
-        f"{device.name}; measured ceilings: {ceilings.read_gb_s:,.0f} GB/s streaming read, {ceilings.fma_tflop_s:.0f} TFLOP/s "
-        f"float32 FMA, {ceilings.shared_tb_s:.0f} TB/s shared memory, {ceilings.mma_tflop_s:.0f} TFLOP/s `mma.sync` bfloat16.",
+        f"{device.name}; measured ceilings: {ceilings.read_gb_s:,.0f} GB/s streaming read, "
+        f"{ceilings.fma_tflop_s:.0f} TFLOP/s float32 FMA, {ceilings.shared_tb_s:.0f} TB/s shared memory, "
+        f"{ceilings.mma_tflop_s:.0f} TFLOP/s `mma.sync` bfloat16.",
         "",
-        "| kv | naive, us (its KV loads) | best tile, us (HT x TK x NSPLIT) | naive / tile | best at NSPLIT 16 / 64, us | floors of "
-        "that tile, us: FMA / shared memory / read KV once |",
+        "| kv | naive, us (its KV loads) | best tile, us (HT x TK x NSPLIT) | naive / tile "
+        "| best at NSPLIT 16 / 64, us | floors of that tile, us: FMA / shared memory / read KV once |",
         "|---|---|---|---|---|---|",
         *(row(kv_len, ceilings, device) for kv_len in (4096, 16384, 65536)),
     ]

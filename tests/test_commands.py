@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 import mlaflash
 from mlaflash.commands.main import main
 from mlaflash.errors import MissingDependencyError
-from mlaflash.jit import cached, sources
+from mlaflash.jit import CompiledKernel, cached, compile_cached, sources
 from mlaflash.lab.inputs import build
 from mlaflash.lab.presets import cases
 from mlaflash.lab.target import EmulatorTarget, read_problem
@@ -350,16 +350,19 @@ def test_a_kernel_that_does_not_compile_fails_compile(kernels_copy: Path) -> Non
     assert "planted" in result.stderr
 
 
-def test_a_kernel_that_spills_fails_compile(kernels_copy: Path) -> None:
-    path = kernels_copy / "naive.cu"
-    text = path.read_text()
-    bounds = "KERNEL(mlaflash_naive, BLOCK, 1)"
-    assert text.count(bounds) == 1
-    path.write_text(text.replace(bounds, "KERNEL(mlaflash_naive, BLOCK, 8)"))
-    result = run("compile", "--arch", "sm_120", "--dtype", "float32", "--kernel", "naive")
+def test_a_kernel_that_spills_fails_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spilling(kernel: str, defines: Mapping[str, int], arch: str) -> CompiledKernel:
+        return dataclasses.replace(compile_cached(kernel, defines, arch), spill_bytes=140)
+
+    monkeypatch.setattr("mlaflash.lab.variants.compile_cached", spilling)
+    arguments = ("compile", "--arch", "sm_120", "--dtype", "float16", "--kernel", "combine")
+    result = run(*arguments)
     assert result.exit_code == 1
-    assert "spilled" in result.stdout
     assert "FAIL" in result.stdout
+    assert "140 bytes of registers are spilled" in result.stdout
+    as_json = run(*arguments, "--json")
+    assert as_json.exit_code == 1
+    assert {row["spill_bytes"] for row in json.loads(as_json.stdout)} == {140}
 
 
 def test_compile_without_nvrtc_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,12 +397,15 @@ def test_info_prints_when_its_probes_fail(tmp_path: Path, monkeypatch: pytest.Mo
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", None)
-    result = run("info", MLAFLASH_CACHE_DIR=str(file), MLAFLASH_LOG="loud", CXX="/none/such/c++")
+    result = run("info", MLAFLASH_CACHE_DIR=str(file), CXX="/none/such/c++")
     assert result.exit_code == 0
     assert "no GPU: using a GPU needs CuPy" in result.stdout
     assert f"the cache folder is {file}" in result.stdout
-    assert "'loud'" in result.stdout
-    assert "/none/such/c++" in result.stdout
+    assert "CXX is '/none/such/c++'" in result.stdout
+    loud = run("info", MLAFLASH_LOG="loud")
+    assert loud.exit_code == 0
+    assert re.search(r"^MLAFLASH_LOG +'loud'$", loud.stdout, re.MULTILINE)
+    assert "allowed are debug, info, warning" in loud.stdout
 
 
 @pytest.mark.usefixtures("forgetful")

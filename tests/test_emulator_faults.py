@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+import signal
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -177,6 +179,37 @@ def test_first_failing_block_is_reported(workers: int, tmp_path: Path) -> None:
     assert out[:7].tolist() == [1] * 7
 
 
+def test_interrupt_ends_a_kernel_that_never_does(tmp_path: Path) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    kernel = tmp_path / "polling.cu"
+    kernel.write_text(
+        '#include "ptx.cuh"\n'
+        "struct VerifyParams { void* out; };\n"
+        "KERNEL(mlaflash_polling, 64, 1) {\n"
+        "  while (ld_global_cg_u32(p.out) == 0) {\n"
+        "  }\n"
+        "}\n"
+    )
+    out = np.zeros(1, np.uint32)
+    params = np.array([(out.ctypes.data,)], [("out", "u8")])
+    # Compiles the kernel, so that the alarm comes while it runs.
+    with pytest.raises(EmulatorError, match="outside every array"):
+        run_kernel(kernel, {}, (1,), 64, 0, params, {"out": out.copy()})
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            run_kernel(kernel, {}, (16,), 64, 0, params, {"out": out})
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
 def test_array_that_overlaps_counts_once(tmp_path: Path) -> None:
     kernel = tmp_path / "views.cu"
     kernel.write_text(
@@ -187,8 +220,6 @@ def test_array_that_overlaps_counts_once(tmp_path: Path) -> None:
         "  if (thread_idx() == 0) ld_global_u32x4((u8*)p.out + 32);\n"
         "}\n"
     )
-    buffer = np.zeros(24, np.uint32)[:20]
-    offset = -buffer.ctypes.data % 16 // 4
     buffer = np.zeros(64, np.uint32)
     offset = -buffer.ctypes.data % 16 // 4
     buffer = buffer[offset : offset + 20]

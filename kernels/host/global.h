@@ -93,9 +93,10 @@ INLINE T load_global(const void* ptr, Site site) {
   return value;
 }
 
-// A load that sees what blocks on other workers wrote.
+// A load that sees what blocks on other workers wrote. A kernel may poll with it, so it lets others run.
 template <class T>
 INLINE T load_global_coherent(const void* ptr, Site site) {
+  yield_sometimes(current_block(), site);
   check_load((u64)(uintptr_t)ptr, sizeof(T), site);
   u32 words[sizeof(T) / 4];
   for (u32 i = 0; i < sizeof(T) / 4; ++i) words[i] = __atomic_load_n((const u32*)ptr + i, __ATOMIC_RELAXED);

@@ -101,8 +101,9 @@ def check(
     told: set[str] = set()
     for result in failed:
         why = _why(result)
+        # A compiler's log is told once, not for every problem.
         tell(f"FAIL {result.kernel} on {result.case}: {why if why not in told else 'as above'}")
-        told.add(why)
+        told |= {why} if "\n" in why else set()
         tell(f"  repeat with: mlaflash check {as_options(_repeat(result, preset, seed, target))}")
     for label in idle:
         tell(f"FAIL {label}: it ran no problem of this selection")
