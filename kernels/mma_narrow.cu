@@ -160,16 +160,12 @@ DEVICE KvRow masked_row(const VerifyParams& p, const Source& s, u32 id, int toke
   return NEW_KV && token >= s.cached ? new_row(p, r, token) : cached_row(p, id, token);
 }
 
-// Finds the rows of the next tile, given the page id of the lane's token.
-DEVICE void find_row(const VerifyParams& p, const Warp& w, Source& s, u32 id) {
+// The row of the lane's token in the next tile, which goes to `stage` and whose page ids are there.
+DEVICE void find_row(const VerifyParams& p, const Warp& w, Source& s, u32 stage) {
   if (s.tile >= s.end) return;
   const int token = token_of(w, s.tile);
+  const u32 id = token < s.cached ? ld_shared_u32(stage + Smem::IDS + w.lane % TILE * 4) : 0;
   s.row = s.tile < s.first_masked ? cached_row(p, id, token) : masked_row(p, s, id, token);
-}
-
-// The page id of the lane's token in the next tile, which goes to `stage`.
-DEVICE u32 copied_id(const Warp& w, const Source& s, u32 stage) {
-  return has_id(s, s.tile, token_of(w, s.tile)) ? ld_shared_u32(stage + Smem::IDS + w.lane % TILE * 4) : 0;
 }
 
 // Copies the next tile to `stage`, and the ids of the tile that comes there after it. They land together, so that no id is waited
@@ -312,38 +308,51 @@ DEVICE void store(const VerifyParams& p, const Request& r, const RowTile& rows, 
 
 // --- the kernel ----------------------------------------------------------------------------------------------------
 
-// Fills the ring, all stages but the last at first: q passes through that one.
-DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& source, u32 (&q)[K_STEPS][4]) {
+// The page ids of the first tile of every stage.
+DEVICE void load_first_ids(const VerifyParams& p, const Warp& w, const Source& s) {
   u32 ids[STAGES];
 #pragma unroll
   for (int i = 0; i < STAGES; i++) {
-    const int tile = source.tile + i * KV_GROUPS, token = token_of(w, tile);
-    ids[i] = has_id(source, tile, token) ? ld_global_u32(id_ptr(p, source, token)) : 0;
+    const int tile = s.tile + i * KV_GROUPS, token = token_of(w, tile);
+    ids[i] = has_id(s, tile, token) ? ld_global_u32(id_ptr(p, s, token)) : 0;
   }
-  constexpr u32 LAST = (STAGES - 1) * Smem::STAGE_BYTES;
-  copy_q(p, r, rows, w, w.ring + LAST);
-  cp_async_commit();
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) {
-    find_row(p, w, source, ids[i]);
-    copy_tile(p, w, source, w.ring + i * Smem::STAGE_BYTES);
-  }
-  find_row(p, w, source, ids[STAGES - 1]);
-  cp_async_wait<STAGES - 1>();
-  warp_sync();  // orders all lanes' copies of q, which have landed, before the reads
+  for (int i = 0; i < STAGES; i++)
+    if (w.lane < TILE) st_shared_u32(w.ring + i * Smem::STAGE_BYTES + Smem::IDS + w.lane * 4, ids[i]);
+}
+
+// q from the slice at `ring + stage` to registers, as the A operand.
+DEVICE void load_q(const VerifyParams& p, const Warp& w, u32 stage, u32 (&q)[K_STEPS][4]) {
 #pragma unroll
   for (int i = 0; i < K_STEPS; i++) {
-    ldmatrix_x4(q[i], w.values + LAST + i * 32);
+    ldmatrix_x4(q[i], w.values + stage + i * 32);
 #pragma unroll
     for (int j = 0; j < 4; j++) q[i][j] = fold_scale_sign(p, q[i][j]);
   }
-  warp_sync();  // orders all lanes' reads of q before the copies that overwrite it
-  copy_tile(p, w, source, w.ring + LAST);
 }
 
-KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
-  const Request r = load_request(p, block_idx_z());
-  store_padding<THREADS>(p, r);
+// Fills the ring. q passes through its last stage, while the others already fill with KV.
+DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& source, u32 (&q)[K_STEPS][4]) {
+  constexpr u32 LAST = (STAGES - 1) * Smem::STAGE_BYTES;
+  copy_q(p, r, rows, w, w.ring + LAST);
+  cp_async_commit();
+  load_first_ids(p, w, source);
+  warp_sync();  // orders the writes of the ids before the other lanes' reads
+#pragma unroll 1    // code that is fetched once is half of the code to fetch
+  for (u32 stage = 0; stage <= LAST; stage += Smem::STAGE_BYTES) {
+    find_row(p, w, source, w.ring + stage);
+    if (stage == LAST) {
+      cp_async_wait<STAGES - 1>();
+      warp_sync();  // orders all lanes' copies of q, which have landed, before the reads
+      load_q(p, w, LAST, q);
+      warp_sync();  // orders all lanes' reads of q before the copies that overwrite it
+    }
+    copy_tile(p, w, source, w.ring + stage);
+  }
+}
+
+// The rows of this block, over its split.
+DEVICE void attend(const VerifyParams& p, const Request& r) {
   const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
   if (rows.end <= rows.first) return;
   const TileRange tiles = split_tiles(p, r, rows, block_idx_y());
@@ -362,12 +371,11 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
     cp_async_wait<STAGES - 1>();
     warp_sync();  // orders all lanes' copies of this tile, which have landed, before the reads
     // K and V of the tile go to registers at once, so that its stage is free for the next copies before the scores are known.
-    const u32 id = copied_id(w, source, w.ring + stage);
     float sums[2][2][4] = {}, s[2][4];
     u32 v[V_STEPS][4];
     partial_scores(q, w.keys + stage, sums);
     load_values(w.values + stage, v);
-    find_row(p, w, source, id);
+    find_row(p, w, source, w.ring + stage);
     warp_sync();  // orders all lanes' reads of this tile, and of ids, before the copies that overwrite them
     copy_tile(p, w, source, w.ring + stage);
     publish_scores(w, buffer, sums, s);
@@ -381,5 +389,11 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
   store(p, r, rows, w, softmax, o);
+}
+
+KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
+  const Request r = load_request(p, block_idx_z());
+  attend(p, r);
+  store_padding<THREADS>(p, r);
   launch_dependents();
 }

@@ -280,6 +280,16 @@ DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 tile)
     }
 }
 
+// Where a step finds its tiles.
+struct Position {
+  u32 keys, values;       // of tiles n and n - 1: address of the lane's ldmatrix row
+  u32 full, full_parity;  // what to wait for before tile n is read
+};
+
+DEVICE Position position(u32 smem, const Warp& w, u32 n) {
+  return {w.keys + stage_offset(n), w.values + stage_offset(n - 1), full_barrier(smem, n), ring_parity(n)};
+}
+
 struct Block {
   u32 smem;
   u32 tiles;           // KV tiles of this block; uniform
@@ -287,6 +297,7 @@ struct Block {
   Warp warp;
   Source source;
   Slot slots[COPY_ROWS] = {};  // of the next tile to copy
+  Position at;         // of the next step; found at the end of a step, where nothing waits for it
 };
 
 // Only tiles at the end of what the rows see come here, so the request is read again instead of kept in registers.
@@ -317,8 +328,8 @@ template <bool SCORES, bool VALUES>
 DEVICE void step(const VerifyParams& p, Block& b, State& state, u32 n) {
   float s[2][4] = {};
   Fragments f;
-  const u32 keys = b.warp.keys + stage_offset(n), values = b.warp.values + stage_offset(n - 1);
-  if (SCORES) mbarrier_wait(full_barrier(b.smem, n), ring_parity(n));  // orders the copies of tile n before its ldmatrix
+  const u32 keys = b.at.keys, values = b.at.values;
+  if (SCORES) mbarrier_wait(b.at.full, b.at.full_parity);  // orders the copies of tile n before its ldmatrix
 #pragma unroll
   for (int i = 0; i < LOOKAHEAD; i++) load_fragments<SCORES, VALUES>(f, keys, values, i);
   stream<SCORES, VALUES, 0, STREAM / 2>(state, s, f, keys, values);
@@ -332,10 +343,24 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state, u32 n) {
   exchange_scores(s, b.smem, b.warp, n);
   soft_cap(p, s);
   if (n >= b.source.masked_from) mask_tile(p, b, s, n);
+  b.at = position(b.smem, b.warp, n + 1);
   softmax_tile(s, b.scale, state.softmax, state.o, state.weights);
 }
 
 // --- the kernel ----------------------------------------------------------------------------------------------------
+
+// Brings a tile's rows to the L2 cache while the ring is still full of q: one lane for each 128 bytes.
+DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, u32 tile, i32 end, const Slot (&slots)[COPY_ROWS]) {
+  constexpr u32 LINES = LATENT_BYTES / 128;
+  const Share share = copy_share();
+#pragma unroll
+  for (int i = 0; i < COPY_ROWS; i++) {
+    const i32 token = s.first + tile * TILE + share.row + i;
+    if (token >= end || share.chunk > LINES) continue;
+    const KvRow row = source_chunk(p, s, token, slots[i], share.chunk % LINES * 8);
+    prefetch_l2(share.chunk == LINES ? row.pe : row.c);
+  }
+}
 
 // q to registers, the first tiles on their way.
 DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, int end, Block& b, State& state) {
@@ -344,6 +369,8 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   copy_q(p, rows, b.smem);
 #pragma unroll
   for (int tile = 0; tile < STAGES - 1; tile++) find_slots(slots[tile], p, b.source, tile, end);
+#pragma unroll
+  for (int tile = 0; tile < STAGES - 1; tile++) prefetch_tile(p, b.source, tile, end, slots[tile]);
   publish_range(p, r, rows, b.smem, end);
   cp_async_wait_all();
   block_sync();  // orders the barriers' initialisation, the published range and the copies of q before their uses
@@ -382,6 +409,7 @@ KERNEL(mlaflash_mma_wide, THREADS, 1) {
   b.source = make_source(p, r, rows, range);
   State state;
   start(p, r, rows, min_int(range.end * TILE, visible_end(p, r, rows.q_last)), b, state);
+  b.at = position(b.smem, b.warp, 0);
   step<true, false>(p, b, state, 0);
 #pragma unroll 1
   for (u32 n = 1; n < b.tiles; n++) step<true, true>(p, b, state, n);

@@ -308,6 +308,15 @@ def test_mul_hi(run: Run, rng: np.random.Generator) -> None:
     assert got.tolist() == [int(x) * int(y) >> 32 for x, y in zip(a, b, strict=True)]
 
 
+def test_mad_wide(run: Run, rng: np.random.Generator) -> None:
+    a, b = words(rng, 512), words(rng, 512)
+    a[:2], b[:2] = 0x80000000, (0x80000000, 0xFFFFFFFF)
+    low, high = (arithmetic(run, variant, a.view(np.float32), b.view(np.float32)).view(np.uint32) for variant in (6, 7))
+    for i in range(a.size):
+        expected = int(a.view(np.int32)[i]) * int(b.view(np.int32)[i]) + (int(a[i]) << 20)
+        assert int(high[i]) << 32 | int(low[i]) == expected % 2**64
+
+
 def test_cp_async_groups(run: Run, rng: np.random.Generator) -> None:
     a = words(rng, 64, 16)
     assert run("async_groups", a, np.zeros_like(a), block=64).tolist() == a.tolist()

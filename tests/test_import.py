@@ -70,7 +70,8 @@ LAYERS = [
     {"errors"},
     {"settings"},
     {"device", "interop", "params"},
-    {"combine", "masks", "merge", "problem", "scale", "tiles"},
+    {"combine", "masks", "merge", "mma_tiles", "problem", "scale", "tiles"},
+    {"cost"},
     {"jit", "oracle", "schedule"},
     {"attention", "emulator"},
     {"lab"},
@@ -131,5 +132,7 @@ def test_each_rule_has_one_place(path):
         asked = {name for name in used if name.rsplit(".", 1)[-1] in questions}
         assert not asked, "only device.py asks a device"
     handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
-    broad = [h for h in handlers if h.type is None or ast.unparse(h.type) in BROAD]
+    # Tidying up and raising again hides nothing.
+    swallowing = [h for h in handlers if ast.unparse(h.body[-1]) != "raise"]
+    broad = [h for h in swallowing if h.type is None or ast.unparse(h.type) in BROAD]
     assert not broad, "an error that nobody named is caught"

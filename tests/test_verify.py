@@ -34,11 +34,10 @@ def test_order_of_threads_does_not_matter(dtype: str, config: KernelConfig) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", list(tile_candidates()), ids=config_id)
+@pytest.mark.parametrize("config", [c for c in tile_candidates() if c.shared_bytes() <= 232_448], ids=config_id)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_tile_agrees(dtype: str, config: TileConfig) -> None:
-    shared = config.shared_bytes()
-    budget = "sm_120" if shared <= 101_376 else "sm_90"
+    budget = "sm_120" if config.shared_bytes() <= 101_376 else "sm_90"
     case = replace(BASE, heads=20, q_lens=(2, 1), kv_lens=(75, 130), mask="tree", dtype=dtype)
     run_and_compare(mla_verify, case, replace(config, nsplit=2), seed=3, budget=budget)
 

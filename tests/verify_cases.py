@@ -46,9 +46,9 @@ CASES = [
 
 def run_and_compare(run: Any, case: Case, config: KernelConfig, seed: int, **extra: Any) -> None:
     """Hold `run(**arguments)` against the oracle on the case's inputs."""
-    arguments = build(case, seed) | extra
+    arguments = build(case, seed)
     expected_out, expected_lse = oracle.mla_verify(**arguments)
-    out, lse = run(**arguments, kernel=config.kernel, tiles=config, validate=True)
+    out, lse = run(**arguments, **extra, kernel=config.kernel, tiles=config, validate=True)
     result = compare(out, lse, expected_out, expected_lse, tolerance(case.dtype, case.dtype))
     assert result.passed, (
         f"{case.name} {config}: {result.reason}; {result.worst_array}{list(result.worst_index)} is "

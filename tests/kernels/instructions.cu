@@ -178,6 +178,12 @@ DEVICE void arithmetic(const VerifyParams& p) {
     case 5:
       result = mul_hi_u32(a, b);
       break;
+    case 6:
+      result = (u32)mad_wide_i32((i32)a, (i32)b, (i64)a << 20);
+      break;
+    case 7:
+      result = keep_in_register((u32)(mad_wide_i32((i32)a, (i32)b, (i64)a << 20) >> 32));
+      break;
   }
   st_global_u32(bytes_of(p.out, 4 * i), result);
 }
