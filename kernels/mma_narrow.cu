@@ -106,36 +106,41 @@ DEVICE void copy_q(const VerifyParams& p, const Request& r, const RowTile& rows,
 
 // Where a group's tiles come from, and how far its copies are.
 struct Source {
-  const u8* ids;     // the request's page ids
-  int cached;        // tokens before this one lie in the cache; the rest are rows of new_kv_c and new_k_pe
-  int tile, end;     // next tile to copy; the split's tiles end here
-  int first_masked;  // every row sees all tokens of the tiles before this one, and the cache holds them
-  KvRow row;         // of the lane's token in the next tile: lanes l and l + 16 have token l
+  const u8* ids;    // the request's page ids
+  int last_cached;  // the last token that the cache holds, -1 for none; those after it are rows of new_kv_c and new_k_pe
+  int tile, end;    // next tile to copy; the split's tiles end here
+  int masked;       // every row sees all tokens of the tiles before this one, and the cache holds them
 };
-
-DEVICE int token_of(const Warp& w, int tile) { return tile * TILE + w.lane % TILE; }
-DEVICE bool has_id(const Source& s, int tile, int token) { return tile < s.end && token < s.cached; }
-
-// The low word of a 64-bit id is enough: pools have fewer than 2^32 pages.
-DEVICE const u8* id_ptr(const VerifyParams& p, const Source& s, int token) {
-  return s.ids + (u64)page_of(p, token) * (p.wide_ids ? 8 : 4);
-}
 
 DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, const Warp& w) {
   Source s;
   s.ids = (const u8*)p.page_ids + r.id_begin * (p.wide_ids ? 8 : 4);
-  s.cached = NEW_KV ? r.kv_len - r.q_len : r.kv_len;
+  s.last_cached = (NEW_KV ? r.kv_len - r.q_len : r.kv_len) - 1;
   s.tile = tiles.begin + w.group;
   s.end = tiles.end;
-  s.first_masked = first_masked_tile(p, r, rows);
-  if (NEW_KV) s.first_masked = min_int(s.first_masked, max_int(s.cached, 0) / TILE);
+  s.masked = min_int(s.end, first_masked_tile(p, r, rows));
+  if (NEW_KV) s.masked = min_int(s.masked, max_int(s.last_cached + 1, 0) / TILE);
   return s;
 }
 
+DEVICE int token_of(const Warp& w, int tile) { return tile * TILE + w.lane % TILE; }
+
+// Of the page of the lane's token in a tile; past the last cached token of that token's page, so that there is always one to read.
+// The low word of a 64-bit id is enough: pools have fewer than 2^31 pages.
+DEVICE const u8* id_ptr(const VerifyParams& p, const Warp& w, const Source& s, int tile) {
+  return s.ids + (u64)page_of(p, min_int(token_of(w, tile), s.last_cached)) * (p.wide_ids ? 8 : 4);
+}
+
+DEVICE bool has_ids(const Source& s, int tile) { return tile < s.end && s.last_cached >= 0; }
+
+// Strides of pages and tokens fit 32 bits; what they add up to does not.
 DEVICE KvRow cached_row(const VerifyParams& p, u32 id, int token) {
-  const u32 slot = token - page_of(p, token) * p.page_size;
-  return {element_ptr<KV_DTYPE>(p.kv_c, id * p.kv_c_stride_page + slot * p.kv_c_stride_token),
-          element_ptr<KV_DTYPE>(p.k_pe, id * p.k_pe_stride_page + slot * p.k_pe_stride_token)};
+  const i32 page = (i32)id, slot = token - (i32)page_of(p, token) * p.page_size;
+  const i64 c = mad_wide_i32(page, (i32)p.kv_c_stride_page, mad_wide_i32(slot, (i32)p.kv_c_stride_token, 0));
+  const u8* c_ptr = element_ptr<KV_DTYPE>(p.kv_c, c);
+  if (!SPLIT_KV) return {c_ptr, c_ptr + DL * element_bytes<KV_DTYPE>()};
+  const i64 pe = mad_wide_i32(page, (i32)p.k_pe_stride_page, mad_wide_i32(slot, (i32)p.k_pe_stride_token, 0));
+  return {c_ptr, element_ptr<KV_DTYPE>(p.k_pe, pe)};
 }
 
 DEVICE KvRow new_row(const VerifyParams& p, const Request& r, int token) {
@@ -157,24 +162,24 @@ DEVICE KvRow masked_row(const VerifyParams& p, const Source& s, u32 id, int toke
   const Request r = load_request(p, block_idx_z());
   const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
   if (!is_seen(p, r, rows, token)) return {nullptr, nullptr};
-  return NEW_KV && token >= s.cached ? new_row(p, r, token) : cached_row(p, id, token);
+  return NEW_KV && token > s.last_cached ? new_row(p, r, token) : cached_row(p, id, token);
 }
 
-// The row of the lane's token in the next tile, which goes to `stage` and whose page ids are there.
-DEVICE void find_row(const VerifyParams& p, const Warp& w, Source& s, u32 stage) {
-  if (s.tile >= s.end) return;
-  const int token = token_of(w, s.tile);
-  const u32 id = token < s.cached ? ld_shared_u32(stage + Smem::IDS + w.lane % TILE * 4) : 0;
-  s.row = s.tile < s.first_masked ? cached_row(p, id, token) : masked_row(p, s, id, token);
+// The page id of the lane's token in the next tile, which goes to `stage`: it came with that stage's last copies.
+DEVICE u32 copied_id(const Warp& w, const Source& s, u32 stage) {
+  return has_ids(s, s.tile) ? ld_shared_u32(stage + Smem::IDS + w.lane % TILE * 4) : 0;
 }
 
 // Copies the next tile to `stage`, and the ids of the tile that comes there after it. They land together, so that no id is waited
 // for. Past the end nothing is copied, but the cp.async group is still closed: the waits count groups.
-DEVICE void copy_tile(const VerifyParams& p, const Warp& w, Source& s, u32 stage) {
-  if (s.tile < min_int(s.end, s.first_masked)) copy_slice<true>(w, stage, s.row);
-  else if (s.tile < s.end) copy_slice<false>(w, stage, s.row);
-  const int later = s.tile + STAGES * KV_GROUPS, token = token_of(w, later);
-  if (w.lane < TILE && has_id(s, later, token)) cp_async_4(stage + Smem::IDS + w.lane * 4, id_ptr(p, s, token));
+DEVICE void copy_tile(const VerifyParams& p, const Warp& w, Source& s, u32 stage, u32 id) {
+  const int token = token_of(w, s.tile);
+  const KvRow row = cached_row(p, id, token);  // before any branch, so that its arithmetic runs beside what comes before
+  warp_sync();  // orders all lanes' reads of the stage before the copies that overwrite it
+  if (s.tile < s.masked) copy_slice<true>(w, stage, row);
+  else if (s.tile < s.end) copy_slice<false>(w, stage, masked_row(p, s, id, token));
+  const int later = s.tile + STAGES * KV_GROUPS;
+  if (w.lane < TILE && has_ids(s, later)) cp_async_4(stage + Smem::IDS + w.lane * 4, id_ptr(p, w, s, later));
   cp_async_commit();
   s.tile += KV_GROUPS;
 }
@@ -312,13 +317,12 @@ DEVICE void store(const VerifyParams& p, const Request& r, const RowTile& rows, 
 DEVICE void load_first_ids(const VerifyParams& p, const Warp& w, const Source& s) {
   u32 ids[STAGES];
 #pragma unroll
-  for (int i = 0; i < STAGES; i++) {
-    const int tile = s.tile + i * KV_GROUPS, token = token_of(w, tile);
-    ids[i] = has_id(s, tile, token) ? ld_global_u32(id_ptr(p, s, token)) : 0;
-  }
+  for (int i = 0; i < STAGES; i++)
+    if (has_ids(s, s.tile + i * KV_GROUPS)) ids[i] = ld_global_u32(id_ptr(p, w, s, s.tile + i * KV_GROUPS));
 #pragma unroll
   for (int i = 0; i < STAGES; i++)
-    if (w.lane < TILE) st_shared_u32(w.ring + i * Smem::STAGE_BYTES + Smem::IDS + w.lane * 4, ids[i]);
+    if (w.lane < TILE && has_ids(s, s.tile + i * KV_GROUPS))
+      st_shared_u32(w.ring + i * Smem::STAGE_BYTES + Smem::IDS + w.lane * 4, ids[i]);
 }
 
 // q from the slice at `ring + stage` to registers, as the A operand.
@@ -340,14 +344,12 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   warp_sync();  // orders the writes of the ids before the other lanes' reads
 #pragma unroll 1    // code that is fetched once is half of the code to fetch
   for (u32 stage = 0; stage <= LAST; stage += Smem::STAGE_BYTES) {
-    find_row(p, w, source, w.ring + stage);
     if (stage == LAST) {
       cp_async_wait<STAGES - 1>();
       warp_sync();  // orders all lanes' copies of q, which have landed, before the reads
       load_q(p, w, LAST, q);
-      warp_sync();  // orders all lanes' reads of q before the copies that overwrite it
     }
-    copy_tile(p, w, source, w.ring + stage);
+    copy_tile(p, w, source, w.ring + stage, copied_id(w, source, w.ring + stage));
   }
 }
 
@@ -373,21 +375,21 @@ DEVICE void attend(const VerifyParams& p, const Request& r) {
     // K and V of the tile go to registers at once, so that its stage is free for the next copies before the scores are known.
     float sums[2][2][4] = {}, s[2][4];
     u32 v[V_STEPS][4];
+    const u32 id = copied_id(w, source, w.ring + stage);
     partial_scores(q, w.keys + stage, sums);
     load_values(w.values + stage, v);
-    find_row(p, w, source, w.ring + stage);
-    warp_sync();  // orders all lanes' reads of this tile, and of ids, before the copies that overwrite them
-    copy_tile(p, w, source, w.ring + stage);
+    copy_tile(p, w, source, w.ring + stage, id);
     publish_scores(w, buffer, sums, s);
     add_scores(w, buffer, s);
     soft_cap(p, s);
-    if (tile >= source.first_masked) mask_tile(p, w, tile, s);
+    if (tile >= source.masked) mask_tile(p, w, tile, s);
     u32 weights[4];
     softmax_tile(s, exponent_scale(p), softmax, o, weights);
     add_values(weights, v, o);
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
+  cp_async_wait_all();  // nothing is in flight any more
   store(p, r, rows, w, softmax, o);
 }
 

@@ -28,7 +28,6 @@ constexpr int STREAM = K_STEPS > V_STEPS ? K_STEPS : V_STEPS;
 constexpr int COPY_LANES = 16;                                    // lanes that copy one KV row
 constexpr int COPY_ROWS = TILE / (THREADS / COPY_LANES);          // rows that such a half-warp copies
 constexpr int MASK_WORDS = 32;                                    // of mask columns, so tail_len <= 1,024
-constexpr int MAX_INT = 0x7fffffff;
 constexpr int SCORE_BYTES = WARP * 16;                            // one 16 x 8 piece of scores of a warp
 
 static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows of a tile");
@@ -42,9 +41,8 @@ struct Smem {
   static constexpr u32 COLUMNS = EXCHANGE + 2 * WARPS * 2 * SCORE_BYTES;     // u32 [MASK_WORDS] mask columns that any row sees
   static constexpr u32 FULL = COLUMNS + MASK_WORDS * 4;                      // mbarrier [STAGES]: a tile has landed
   static constexpr u32 EMPTY = FULL + STAGES * 8;                            // mbarrier [STAGES]: all warps are done with it
-  static constexpr u32 END = EMPTY + STAGES * 8;                             // i32: the block's KV tokens end here
-  static constexpr u32 TAIL_BEGIN = END + 4;                                 // i32: the mask columns begin here
-  static constexpr u32 BYTES = TAIL_BEGIN + 4;
+  static constexpr u32 TAIL_BEGIN = EMPTY + STAGES * 8;                      // i32: the mask columns begin here
+  static constexpr u32 BYTES = TAIL_BEGIN + 8;
 };
 
 DEVICE u32 stage_offset(u32 tile) { return tile % STAGES * STAGE_BYTES; }
@@ -79,7 +77,8 @@ DEVICE Warp locate(u32 smem) {
 // Uniform.
 struct Source {
   u32 id_begin;      // first of the request's page ids
-  u32 first;         // KV token of tile 0
+  u32 id_bytes;      // of an id
+  i32 first, end;    // KV tokens of this block
   u32 masked_from;   // every row sees every token of the tiles before this one
   i32 cached;        // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
   i32 new_row;       // NEW_KV: the row of token 0, were it there
@@ -89,7 +88,9 @@ DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile
   const int masked_from = min_int(max_int(first_masked_tile(p, r, rows), tiles.begin), tiles.end);
   Source s;
   s.id_begin = make_uniform((u32)r.id_begin);
+  s.id_bytes = p.wide_ids ? 8 : 4;
   s.first = make_uniform(tiles.begin * TILE);
+  s.end = make_uniform(min_int(tiles.end * TILE, visible_end(p, r, rows.q_last)));
   s.masked_from = make_uniform(masked_from - tiles.begin);
   s.cached = NEW_KV ? make_uniform(r.kv_len - r.q_len) : 0;
   s.new_row = NEW_KV ? make_uniform(r.q_begin - (r.kv_len - r.q_len)) : 0;
@@ -110,18 +111,17 @@ struct Slot {
   i32 page, offset;  // id of the page, and the token's place in it
 };
 
-// The slots of a tile's tokens below `end`, found one refill before they are used. The low word of a 64-bit id is enough: pools
-// have fewer than 2^31 pages.
-DEVICE void find_slots(Slot (&slots)[COPY_ROWS], const VerifyParams& p, const Source& s, u32 tile, i32 end) {
-  if (NEW_KV) end = min_int(end, s.cached);
+// The slots of a tile's tokens, found one refill before they are used; of tokens past the end, the last one's. The low word of a
+// 64-bit id is enough: pools have fewer than 2^31 pages.
+DEVICE void find_slots(Slot (&slots)[COPY_ROWS], const VerifyParams& p, const Source& s, u32 tile) {
   const i32 first = s.first + tile * TILE + copy_share().row;
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
-    const i32 token = first + i;
+    const i32 token = min_int(first + i, s.end - 1);
+    if (NEW_KV && token >= s.cached) continue;
     const u32 page = page_of(p, token);
     slots[i].offset = token - page * p.page_size;
-    if (token < end)
-      slots[i].page = (i32)ld_global_u32((const u8*)p.page_ids + (u64)(s.id_begin + page) * (p.wide_ids ? 8 : 4));
+    slots[i].page = (i32)ld_global_u32((const u8*)p.page_ids + (u64)(s.id_begin + page) * s.id_bytes);
   }
 }
 
@@ -135,14 +135,15 @@ DEVICE KvRow source_chunk(const VerifyParams& p, const Source& s, i32 token, Slo
             element_ptr<KV_DTYPE>(p.new_k_pe, mad_wide_i32(row, (i32)p.new_k_pe_stride, element))};
   }
   const i64 c = mad_wide_i32(slot.offset, (i32)p.kv_c_stride_token, element);
+  const u8* c_ptr = element_ptr<KV_DTYPE>(p.kv_c, mad_wide_i32(slot.page, (i32)p.kv_c_stride_page, c));
+  if (!SPLIT_KV) return {c_ptr, c_ptr + LATENT_BYTES};
   const i64 pe = mad_wide_i32(slot.offset, (i32)p.k_pe_stride_token, element);
-  return {element_ptr<KV_DTYPE>(p.kv_c, mad_wide_i32(slot.page, (i32)p.kv_c_stride_page, c)),
-          element_ptr<KV_DTYPE>(p.k_pe, mad_wide_i32(slot.page, (i32)p.k_pe_stride_page, pe))};
+  return {c_ptr, element_ptr<KV_DTYPE>(p.k_pe, mad_wide_i32(slot.page, (i32)p.k_pe_stride_page, pe))};
 }
 
 // Some row of the row tile sees the token. Others are zeros in the ring: their weight is 0, but 0 times a NaN is not.
-DEVICE bool is_seen(u32 smem, i32 token) {
-  if (token >= (i32)ld_shared_u32(smem + Smem::END)) return false;
+DEVICE bool is_seen(const Source& s, u32 smem, i32 token) {
+  if (token >= s.end) return false;
   const int column = token - (i32)ld_shared_u32(smem + Smem::TAIL_BEGIN);
   return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
 }
@@ -153,7 +154,7 @@ DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 tile
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
     const i32 token = s.first + tile * TILE + share.row + i;
-    const u32 bytes = tile < s.masked_from || is_seen(smem, token) ? 16 : 0;
+    const u32 bytes = tile < s.masked_from || is_seen(s, smem, token) ? 16 : 0;
     const KvRow row = source_chunk(p, s, token, slots[i], share.chunk);
     const u32 dst = smem + Smem::RING + stage_offset(tile) + (share.row + i) * PITCH + share.chunk * 16;
 #pragma unroll
@@ -192,14 +193,11 @@ DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   }
 }
 
-// For is_seen(): where the tokens end, and the mask columns that any row of the row tile sees.
-DEVICE void publish_range(const VerifyParams& p, const Request& r, const RowTile& rows, u32 smem, int end) {
+// For is_seen(): where the mask columns begin, and which of them any row of the row tile sees.
+DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTile& rows, u32 smem) {
   const bool is_tree = p.mask_mode == MASK_TREE;
   const int word = thread_idx();
-  if (word == 0) {
-    st_shared_u32(smem + Smem::END, end);
-    st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : end);
-  }
+  if (word == 0) st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : r.kv_len);
   if (!is_tree || word >= MASK_WORDS) return;
   u32 seen = 0;
   for (int q = rows.q_first; q <= rows.q_last; q++) seen |= tree_word(p, q, word);
@@ -282,12 +280,15 @@ DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 tile)
 
 // Where a step finds its tiles.
 struct Position {
-  u32 keys, values;       // of tiles n and n - 1: address of the lane's ldmatrix row
-  u32 full, full_parity;  // what to wait for before tile n is read
+  u32 keys, values;         // of tiles n and n - 1: address of the lane's ldmatrix row
+  u32 full, full_parity;    // what to wait for before tile n is read
+  u32 empty, empty_parity;  // what to wait for before tile n - 2 is overwritten
 };
 
 DEVICE Position position(u32 smem, const Warp& w, u32 n) {
-  return {w.keys + stage_offset(n), w.values + stage_offset(n - 1), full_barrier(smem, n), ring_parity(n)};
+  const u32 next = n - 2 + STAGES;
+  return {w.keys + stage_offset(n), w.values + stage_offset(n - 1), full_barrier(smem, n), ring_parity(n),
+          empty_barrier(smem, next), ring_parity(next) ^ 1};
 }
 
 struct Block {
@@ -317,11 +318,11 @@ DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4], u
 // thread, so no copy is in flight when the block ends.
 DEVICE void refill(const VerifyParams& p, Block& b, u32 n) {
   const u32 tile = n - 2 + STAGES;
-  if (tile >= b.tiles) return;
-  // Orders every warp's ldmatrix reads of tile n - 2 before the copies that overwrite it.
-  mbarrier_wait(empty_barrier(b.smem, tile), ring_parity(tile) ^ 1);
-  copy_tile(p, b.source, b.smem, tile, b.slots);
-  find_slots(b.slots, p, b.source, tile + 1, tile + 1 < b.source.masked_from ? MAX_INT : ld_shared_u32(b.smem + Smem::END));
+  if (tile < b.tiles) {
+    mbarrier_wait(b.at.empty, b.at.empty_parity);  // orders every warp's reads of tile n - 2 before the copies over it
+    copy_tile(p, b.source, b.smem, tile, b.slots);
+  }
+  find_slots(b.slots, p, b.source, tile + 1);
 }
 
 template <bool SCORES, bool VALUES>
@@ -350,36 +351,36 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state, u32 n) {
 // --- the kernel ----------------------------------------------------------------------------------------------------
 
 // Brings a tile's rows to the L2 cache while the ring is still full of q: one lane for each 128 bytes.
-DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, u32 tile, i32 end, const Slot (&slots)[COPY_ROWS]) {
+DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, u32 tile, const Slot (&slots)[COPY_ROWS]) {
   constexpr u32 LINES = LATENT_BYTES / 128;
   const Share share = copy_share();
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
     const i32 token = s.first + tile * TILE + share.row + i;
-    if (token >= end || share.chunk > LINES) continue;
+    if (token >= s.end || share.chunk > LINES) continue;
     const KvRow row = source_chunk(p, s, token, slots[i], share.chunk % LINES * 8);
     prefetch_l2(share.chunk == LINES ? row.pe : row.c);
   }
 }
 
 // q to registers, the first tiles on their way.
-DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, int end, Block& b, State& state) {
+DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, Block& b, State& state) {
   Slot slots[STAGES - 1][COPY_ROWS] = {};
   init_barriers(b.smem);
   copy_q(p, rows, b.smem);
 #pragma unroll
-  for (int tile = 0; tile < STAGES - 1; tile++) find_slots(slots[tile], p, b.source, tile, end);
+  for (int tile = 0; tile < STAGES - 1; tile++) find_slots(slots[tile], p, b.source, tile);
 #pragma unroll
-  for (int tile = 0; tile < STAGES - 1; tile++) prefetch_tile(p, b.source, tile, end, slots[tile]);
-  publish_range(p, r, rows, b.smem, end);
+  for (int tile = 0; tile < STAGES - 1; tile++) prefetch_tile(p, b.source, tile, slots[tile]);
+  publish_columns(p, r, rows, b.smem);
   cp_async_wait_all();
-  block_sync();  // orders the barriers' initialisation, the published range and the copies of q before their uses
+  block_sync();  // orders the barriers' initialisation, the mask columns and the copies of q before their uses
   load_q(state.q, p, b.smem, b.warp);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 #pragma unroll
   for (int tile = 0; tile < STAGES - 1; tile++)
     if ((u32)tile < b.tiles) copy_tile(p, b.source, b.smem, tile, slots[tile]);
-  find_slots(b.slots, p, b.source, STAGES - 1, end);
+  find_slots(b.slots, p, b.source, STAGES - 1);
 #pragma unroll
   for (int i = 0; i < O_TILES; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
   state.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
@@ -408,7 +409,7 @@ KERNEL(mlaflash_mma_wide, THREADS, 1) {
   b.warp = locate(b.smem);
   b.source = make_source(p, r, rows, range);
   State state;
-  start(p, r, rows, min_int(range.end * TILE, visible_end(p, r, rows.q_last)), b, state);
+  start(p, r, rows, b, state);
   b.at = position(b.smem, b.warp, 0);
   step<true, false>(p, b, state, 0);
 #pragma unroll 1

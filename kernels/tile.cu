@@ -206,6 +206,7 @@ DEVICE void tile_softmax(const VerifyParams& p, u32 smem) {
     }
 #pragma unroll
     for (int mask = WARP / 2; mask > 0; mask /= 2) sum += shfl_xor_f32(sum, mask);
+    warp_sync();  // every lane has read MAXIMUM before lane 0 replaces it
     if (lane == 0) {
       const float alpha = ex2(old_maximum - base);
       const float old_sum = ld_shared_f32(smem + Smem::SUM + h * 4);

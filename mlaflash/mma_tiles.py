@@ -44,7 +44,7 @@ class MmaConfig(Protocol):
         """Return the constants under their lower-case names, for records."""
 
 
-def feature_defines(logit_cap: float, has_new_kv: bool) -> dict[str, int]:
+def feature_defines(logit_cap: float, has_new_kv: bool, is_split_kv: bool) -> dict[str, int]:
     """Return the constants that leave out what a call does not use.
 
     Parameters
@@ -53,8 +53,10 @@ def feature_defines(logit_cap: float, has_new_kv: bool) -> dict[str, int]:
         0 where scores are not capped.
     has_new_kv : bool
         Whether the last q_len tokens come from `new_kv`.
+    is_split_kv : bool
+        Whether the rope columns of a cache row do not follow its latent ones in memory: two buffers, or one in another order.
     """
-    return {"SOFT_CAP": int(logit_cap > 0), "NEW_KV": int(has_new_kv)}
+    return {"SOFT_CAP": int(logit_cap > 0), "NEW_KV": int(has_new_kv), "SPLIT_KV": int(is_split_kv)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,7 +277,8 @@ def test_lg2(run: Run, rng: np.random.Generator) -> None:
         assert abs(got[i] - np.log2(np.float64(x[i]))) <= 2.0**-20 * max(1.0, abs(np.log2(np.float64(x[i]))))
     special = np.array([0.0, -0.0, 1e-45, 1e-38, -1e-40, np.inf, np.nan, -1.0, 1.0, 2.0**-126], np.float32)
     expected = np.array([-np.inf] * 5 + [np.inf, np.nan, np.nan, 0, -126], np.float32)
-    assert np.array_equal(arithmetic(run, 1, special), expected, equal_nan=True)
+    # The instruction is an approximation: on a GPU the logarithm of 2**-126 is one unit off.
+    np.testing.assert_allclose(arithmetic(run, 1, special), expected, rtol=2.0**-22)
 
 
 def test_tanh(run: Run, rng: np.random.Generator) -> None:

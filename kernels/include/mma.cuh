@@ -33,7 +33,7 @@ DEVICE RowTile row_tile(const VerifyParams& p, const Request& r, int first, int 
   t.first = first;
   t.end = min_int(first + rows, r.q_len * p.num_heads);
   t.q_first = r.q_begin + first / p.num_heads;
-  t.q_last = r.q_begin + (t.end - 1) / p.num_heads;
+  t.q_last = r.q_begin + min_int((first + rows - 1) / p.num_heads, r.q_len - 1);  // divides while q_len is on its way
   return t;
 }
 

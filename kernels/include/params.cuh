@@ -107,6 +107,10 @@ constexpr int SOFT_CAP = MLAFLASH_SOFT_CAP;
 #ifdef MLAFLASH_NEW_KV
 constexpr int NEW_KV = MLAFLASH_NEW_KV;
 #endif
+// SPLIT_KV 0: the rope columns of a cache row follow its latent ones; k_pe and its strides say nothing new. 1: they lie elsewhere.
+#ifdef MLAFLASH_SPLIT_KV
+constexpr int SPLIT_KV = MLAFLASH_SPLIT_KV;
+#endif
 
 // mma_narrow: groups of four warps that take turns at the KV tiles, and buffers for the scores that a group's warps exchange.
 #ifdef MLAFLASH_KV_GROUPS

@@ -16,6 +16,7 @@ from mlaflash.errors import (
 )
 from mlaflash.jit import sources
 
+_FIRST_WITH_CACHE = (12, 9)
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STATIC_SHARED = re.compile(r"(\d+) bytes smem")
@@ -189,8 +190,11 @@ def compile_sources(
     -------
     CompiledKernel
     """
-    options = compile_options(defines, arch, lineinfo=lineinfo)
     nvrtc, version = _nvrtc()
+    options = compile_options(defines, arch, lineinfo=lineinfo)
+    if nvrtc.getVersion() >= _FIRST_WITH_CACHE:
+        # Where there is a driver, NVRTC answers a repeated compile from a cache of its own, without the log.
+        options = (*options, "--no-cache")
     _check_arch(arch, nvrtc, version)
     kernel = source_set.kernel
 

@@ -136,7 +136,8 @@ def variants(
                     refused.setdefault(str(error))
                     continue
                 for launch in launches:
-                    if launch.kernel not in kernels:
+                    # A kernel of another name than the plan's, `combine` apart, is a form of the planned one.
+                    if (launch.kernel if launch.kernel in COMPILED else kernel) not in kernels:
                         continue
                     constants = {
                         name.lower(): value for name, value in launch.defines.items() if not name.endswith("_DTYPE")
@@ -152,7 +153,8 @@ def variants(
                             device.shared_per_block,
                         ),
                     )
-    return sorted(found.values(), key=lambda variant: kernels.index(variant.kernel)), list(refused)
+    order = {kernel: place for place, kernel in enumerate(COMPILED)}
+    return sorted(found.values(), key=lambda variant: order.get(variant.kernel, -1)), list(refused)
 
 
 def compile_all(
@@ -201,8 +203,7 @@ def _configs(problem: Problem, device: Device, kernel: str, every_tile: bool) ->
         return
     splits = [1, *merge_splits()]
     if every_tile:
-        yield from space.candidates("gpu", {"nsplit": splits})
-        return
+        yield from space.candidates("gpu", {"nsplit": [1]})
     chosen = plan(problem, device, kernel=kernel).config
     for nsplit in splits:
         yield space.change(chosen, {"nsplit": nsplit})
