@@ -2,7 +2,7 @@
 // one split of its KV, and reads every KV row once for all of them.
 //
 // Grid:   x = ceil(max_q_len * H / (16 * ROW_GROUPS)) row tiles, y = split, z = request. Block: 32 * ROW_GROUPS * COLUMN_WARPS threads.
-// Shared: STAGES * 18,688 + ROW_GROUPS * COLUMN_WARPS * 2,048 + 136 + 16 * STAGES bytes (struct Smem).
+// Shared: STAGES * 18,704 + ROW_GROUPS * COLUMN_WARPS * 2,048 + 144 bytes (struct Smem).
 // Idea:   keys and values are one tile of 16 tokens in a ring that cp.async fills. A warp owns 16 rows x 1 / COLUMN_WARPS of the
 //         576 dims of q (in registers) and as much of the 512 output columns; the column warps of a row group add their partial
 //         scores through shared memory and all compute the same weights, which so never leave registers. The tensor cores get
@@ -18,7 +18,7 @@ constexpr int ROWS = ROW_GROUPS * 16;
 constexpr int ROW_BYTES = D * 2;
 constexpr int LATENT_BYTES = DL * 2;
 constexpr int PITCH = ROW_BYTES + 16;  // an odd multiple of 16 bytes: the 8 rows of an ldmatrix phase hit all 32 banks
-constexpr int STAGE_BYTES = TILE * PITCH;
+constexpr int STAGE_BYTES = TILE * PITCH + 16;  // a tile and its two mbarriers
 
 constexpr int K_STEPS = D / 16 / COLUMN_WARPS;   // products of 16 dims in a warp's part of q K
 constexpr int V_STEPS = DL / 16 / COLUMN_WARPS;  // 16-column pieces of a warp's part of P V
@@ -33,22 +33,44 @@ constexpr int SCORE_BYTES = WARP * 16;                            // one 16 x 8 
 static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows of a tile");
 static_assert(STAGES >= 3, "two tiles are in use, one at least must be in flight");
 static_assert(ROW_GROUPS <= STAGES, "q passes through the ring, 16 rows a stage");
-static_assert((STAGES & (STAGES - 1)) == 0, "ring positions are the low bits of a tile's number");
 
 struct Smem {
-  static constexpr u32 RING = 0;                                             // [STAGES][16][PITCH] KV tiles, before them q
-  static constexpr u32 EXCHANGE = RING + STAGES * STAGE_BYTES;               // float32 [2][WARPS][2][32][4] partial scores
-  static constexpr u32 COLUMNS = EXCHANGE + 2 * WARPS * 2 * SCORE_BYTES;     // u32 [MASK_WORDS] mask columns that any row sees
-  static constexpr u32 FULL = COLUMNS + MASK_WORDS * 4;                      // mbarrier [STAGES]: a tile has landed
-  static constexpr u32 EMPTY = FULL + STAGES * 8;                            // mbarrier [STAGES]: all warps are done with it
-  static constexpr u32 TAIL_BEGIN = EMPTY + STAGES * 8;                      // i32: the mask columns begin here
-  static constexpr u32 BYTES = TAIL_BEGIN + 8;
+  static constexpr u32 RING = 0;                                          // [STAGES] of: KV tile [16][PITCH], before it q; mbarriers
+  static constexpr u32 EXCHANGE = RING + STAGES * STAGE_BYTES;            // float32 [2][WARPS][2][32][4] partial scores
+  static constexpr u32 COLUMNS = EXCHANGE + 2 * WARPS * 2 * SCORE_BYTES;  // u32 [MASK_WORDS] mask columns that any row sees
+  static constexpr u32 TAIL_BEGIN = COLUMNS + MASK_WORDS * 4;             // i32: the mask columns begin here
+  static constexpr u32 BYTES = TAIL_BEGIN + 16;
+  // In a stage.
+  static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
+  static constexpr u32 EMPTY = FULL + 8;     // mbarrier: all warps are done with it
+};
+constexpr u32 EXCHANGE_BUFFER = WARPS * 2 * SCORE_BYTES;
+
+// --- the ring ------------------------------------------------------------------------------------------------------
+
+// Uniform. Where a tile lies in the ring, and the parity of the phase that its stage's mbarriers are in for it.
+struct Stage {
+  u32 offset, parity;
 };
 
-DEVICE u32 stage_offset(u32 tile) { return tile % STAGES * STAGE_BYTES; }
-DEVICE u32 full_barrier(u32 smem, u32 tile) { return smem + Smem::FULL + tile % STAGES * 8; }
-DEVICE u32 empty_barrier(u32 smem, u32 tile) { return smem + Smem::EMPTY + tile % STAGES * 8; }
-DEVICE u32 ring_parity(u32 tile) { return tile / STAGES & 1; }
+DEVICE Stage next_stage(Stage s) {
+  if (s.offset == (STAGES - 1) * STAGE_BYTES) return {0, s.parity ^ 1};
+  return {s.offset + STAGE_BYTES, s.parity};
+}
+
+// Uniform. Where step n finds its tiles: n for the scores, n - 1 for the values, and n - 2, whose stage is free for another.
+struct Position {
+  Stage scores, values, spare;
+  i32 token;     // first of tile n
+  u32 exchange;  // buffer of the partial scores
+};
+
+DEVICE Position first_position(i32 token) {
+  return {{0, 0}, {(STAGES - 1) * STAGE_BYTES, 1}, {(STAGES - 2) * STAGE_BYTES, 1}, token, 0};
+}
+DEVICE Position next_position(const Position& at) {
+  return {next_stage(at.scores), at.scores, at.values, at.token + TILE, at.exchange ^ EXCHANGE_BUFFER};
+}
 
 // --- the lane's place ----------------------------------------------------------------------------------------------
 
@@ -78,8 +100,8 @@ DEVICE Warp locate(u32 smem) {
 struct Source {
   u32 id_begin;      // first of the request's page ids
   u32 id_bytes;      // of an id
-  i32 first, end;    // KV tokens of this block
-  u32 masked_from;   // every row sees every token of the tiles before this one
+  i32 end;           // KV tokens of this block end here
+  i32 masked_from;   // every row sees every token of the tiles before the one that this token begins
   i32 cached;        // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
   i32 new_row;       // NEW_KV: the row of token 0, were it there
 };
@@ -89,9 +111,8 @@ DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile
   Source s;
   s.id_begin = make_uniform((u32)r.id_begin);
   s.id_bytes = p.wide_ids ? 8 : 4;
-  s.first = make_uniform(tiles.begin * TILE);
   s.end = make_uniform(min_int(tiles.end * TILE, visible_end(p, r, rows.q_last)));
-  s.masked_from = make_uniform(masked_from - tiles.begin);
+  s.masked_from = make_uniform(masked_from * TILE);
   s.cached = NEW_KV ? make_uniform(r.kv_len - r.q_len) : 0;
   s.new_row = NEW_KV ? make_uniform(r.q_begin - (r.kv_len - r.q_len)) : 0;
   return s;
@@ -111,10 +132,10 @@ struct Slot {
   i32 page, offset;  // id of the page, and the token's place in it
 };
 
-// The slots of a tile's tokens, found one refill before they are used; of tokens past the end, the last one's. The low word of a
+// The slots of the tokens of the tile that begins at `tile_token`, found one refill before they are used; of tokens past the end, the last one's. The low word of a
 // 64-bit id is enough: pools have fewer than 2^31 pages.
-DEVICE void find_slots(Slot (&slots)[COPY_ROWS], const VerifyParams& p, const Source& s, u32 tile) {
-  const i32 first = s.first + tile * TILE + copy_share().row;
+DEVICE void find_slots(Slot (&slots)[COPY_ROWS], const VerifyParams& p, const Source& s, i32 tile_token) {
+  const i32 first = tile_token + copy_share().row;
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
     const i32 token = min_int(first + i, s.end - 1);
@@ -148,20 +169,22 @@ DEVICE bool is_seen(const Source& s, u32 smem, i32 token) {
   return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
 }
 
-// The lane's part of copying `tile` to its stage, and its arrival on the full barrier for when that has landed.
-DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 tile, const Slot (&slots)[COPY_ROWS]) {
+// The lane's part of copying the tile that begins at `tile_token`, and its arrival on the full barrier for when that has landed.
+DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, i32 tile_token,
+                      const Slot (&slots)[COPY_ROWS]) {
   const Share share = copy_share();
+  const u32 stage = smem + Smem::RING + stage_offset;
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
-    const i32 token = s.first + tile * TILE + share.row + i;
-    const u32 bytes = tile < s.masked_from || is_seen(s, smem, token) ? 16 : 0;
+    const i32 token = tile_token + share.row + i;
+    const u32 bytes = tile_token < s.masked_from || is_seen(s, smem, token) ? 16 : 0;
     const KvRow row = source_chunk(p, s, token, slots[i], share.chunk);
-    const u32 dst = smem + Smem::RING + stage_offset(tile) + (share.row + i) * PITCH + share.chunk * 16;
+    const u32 dst = stage + (share.row + i) * PITCH + share.chunk * 16;
 #pragma unroll
     for (int c = 0; c < LATENT_BYTES; c += COPY_LANES * 16) cp_async_16_zfill(dst + c, row.c + c, bytes);
     if (share.chunk < DR * 2 / 16) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
   }
-  cp_async_mbarrier_arrive_noinc(full_barrier(smem, tile));
+  cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
 }
 
 // --- before the first tile -----------------------------------------------------------------------------------------
@@ -169,8 +192,8 @@ DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 tile
 DEVICE void init_barriers(u32 smem) {
   if (thread_idx() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
-    mbarrier_init(full_barrier(smem, stage), THREADS);
-    mbarrier_init(empty_barrier(smem, stage), WARPS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, THREADS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, WARPS);
   }
 }
 
@@ -255,14 +278,13 @@ DEVICE void stream(State& state, float (&s)[2][4], Fragments& f, u32 keys, u32 v
 }
 
 // Adds the partial scores of the row group's column warps, in pairs, so that all of them get the same sums, bit for bit.
-DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 tile) {
-  const u32 buffer = smem + Smem::EXCHANGE + tile % 2 * (WARPS * 2 * SCORE_BYTES) +
-                     w.row_group * (COLUMN_WARPS * 2 * SCORE_BYTES) + lane_idx() * 16;
+DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 exchange) {
+  const u32 buffer = smem + Smem::EXCHANGE + exchange + w.row_group * (COLUMN_WARPS * 2 * SCORE_BYTES) + lane_idx() * 16;
 #pragma unroll
   for (int n = 0; n < 2; n++)
     st_shared_f32x4(buffer + (w.column * 2 + n) * SCORE_BYTES, f32x4{s[n][0], s[n][1], s[n][2], s[n][3]});
-  // Orders this tile's partial scores before the reads of them below, and, as the buffers alternate, the reads of the tile before
-  // before the next tile's writes to the same buffer.
+  // Orders this tile's partial scores before the reads of them below, and, as the buffers alternate, the reads of the tile before this
+  // one before the next tile's writes to the same buffer.
   named_barrier_sync(1 + w.row_group, COLUMN_WARPS * WARP);
 #pragma unroll
   for (int distance = 1; distance < COLUMN_WARPS; distance *= 2)
@@ -278,31 +300,17 @@ DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 tile)
     }
 }
 
-// Where a step finds its tiles.
-struct Position {
-  u32 keys, values;         // of tiles n and n - 1: address of the lane's ldmatrix row
-  u32 full, full_parity;    // what to wait for before tile n is read
-  u32 empty, empty_parity;  // what to wait for before tile n - 2 is overwritten
-};
-
-DEVICE Position position(u32 smem, const Warp& w, u32 n) {
-  const u32 next = n - 2 + STAGES;
-  return {w.keys + stage_offset(n), w.values + stage_offset(n - 1), full_barrier(smem, n), ring_parity(n),
-          empty_barrier(smem, next), ring_parity(next) ^ 1};
-}
-
 struct Block {
   u32 smem;
-  u32 tiles;           // KV tiles of this block; uniform
   float scale;         // of the exponents; uniform
   Warp warp;
   Source source;
   Slot slots[COPY_ROWS] = {};  // of the next tile to copy
-  Position at;         // of the next step; found at the end of a step, where nothing waits for it
+  Position at;  // of the next step; moved on at the end of a step, where nothing waits for it
 };
 
 // Only tiles at the end of what the rows see come here, so the request is read again instead of kept in registers.
-DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4], u32 n) {
+DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4]) {
   const Request r = load_request(p, block_idx_z());
   const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
   const int thread = thread_idx_anew();
@@ -310,53 +318,57 @@ DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4], u
   u32 bits[2];
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    bits[h] = visible_bits(p, r, min_int(r.q_begin + (row + 8 * h) / p.num_heads, rows.q_last), b.source.first + n * TILE);
+    bits[h] = visible_bits(p, r, min_int(r.q_begin + (row + 8 * h) / p.num_heads, rows.q_last), b.at.token);
   mask_scores(s, bits);
 }
 
 // Between the halves of a step: the stage of tile n - 2 takes tile n - 2 + STAGES. What is copied is also waited for, by every
 // thread, so no copy is in flight when the block ends.
-DEVICE void refill(const VerifyParams& p, Block& b, u32 n) {
-  const u32 tile = n - 2 + STAGES;
-  if (tile < b.tiles) {
-    mbarrier_wait(b.at.empty, b.at.empty_parity);  // orders every warp's reads of tile n - 2 before the copies over it
-    copy_tile(p, b.source, b.smem, tile, b.slots);
+DEVICE void refill(const VerifyParams& p, Block& b) {
+  const i32 tile_token = b.at.token + (STAGES - 2) * TILE;
+  const Stage spare = b.at.spare;
+  if (tile_token < b.source.end) {
+    // Orders every warp's reads of tile n - 2 before the copies over it.
+    mbarrier_wait(b.smem + Smem::RING + spare.offset + Smem::EMPTY, spare.parity);
+    copy_tile(p, b.source, b.smem, spare.offset, tile_token, b.slots);
   }
-  find_slots(b.slots, p, b.source, tile + 1);
+  find_slots(b.slots, p, b.source, tile_token + TILE);
 }
 
 template <bool SCORES, bool VALUES>
-DEVICE void step(const VerifyParams& p, Block& b, State& state, u32 n) {
+DEVICE void step(const VerifyParams& p, Block& b, State& state) {
   float s[2][4] = {};
   Fragments f;
-  const u32 keys = b.at.keys, values = b.at.values;
-  if (SCORES) mbarrier_wait(b.at.full, b.at.full_parity);  // orders the copies of tile n before its ldmatrix
+  const Position at = b.at;
+  const u32 keys = b.warp.keys + at.scores.offset, values = b.warp.values + at.values.offset;
+  const u32 ring = b.smem + Smem::RING;
+  if (SCORES) mbarrier_wait(ring + at.scores.offset + Smem::FULL, at.scores.parity);  // orders the copies of tile n before its reads
 #pragma unroll
   for (int i = 0; i < LOOKAHEAD; i++) load_fragments<SCORES, VALUES>(f, keys, values, i);
   stream<SCORES, VALUES, 0, STREAM / 2>(state, s, f, keys, values);
-  if (SCORES && VALUES) refill(p, b, n);
+  if (SCORES && VALUES) refill(p, b);
   stream<SCORES, VALUES, STREAM / 2, STREAM>(state, s, f, keys, values);
   if (!SCORES) return;
   if (VALUES) {
-    warp_sync();                                                                // orders the lanes' reads of tile n - 1 ...
-    if (lane_idx() == 0) mbarrier_arrive(empty_barrier(b.smem, n - 1));  // ... before the refill that waits for this
+    warp_sync();  // orders the lanes' reads of tile n - 1 before the arrival, on which the refill waits
+    if (lane_idx() == 0) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
   }
-  exchange_scores(s, b.smem, b.warp, n);
+  exchange_scores(s, b.smem, b.warp, at.exchange);
   soft_cap(p, s);
-  if (n >= b.source.masked_from) mask_tile(p, b, s, n);
-  b.at = position(b.smem, b.warp, n + 1);
+  if (at.token >= b.source.masked_from) mask_tile(p, b, s);
+  b.at = next_position(at);
   softmax_tile(s, b.scale, state.softmax, state.o, state.weights);
 }
 
 // --- the kernel ----------------------------------------------------------------------------------------------------
 
 // Brings a tile's rows to the L2 cache while the ring is still full of q: one lane for each 128 bytes.
-DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, u32 tile, const Slot (&slots)[COPY_ROWS]) {
+DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token, const Slot (&slots)[COPY_ROWS]) {
   constexpr u32 LINES = LATENT_BYTES / 128;
   const Share share = copy_share();
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
-    const i32 token = s.first + tile * TILE + share.row + i;
+    const i32 token = tile_token + share.row + i;
     if (token >= s.end || share.chunk > LINES) continue;
     const KvRow row = source_chunk(p, s, token, slots[i], share.chunk % LINES * 8);
     prefetch_l2(share.chunk == LINES ? row.pe : row.c);
@@ -365,22 +377,25 @@ DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, u32 tile, cons
 
 // q to registers, the first tiles on their way.
 DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, Block& b, State& state) {
-  Slot slots[STAGES - 1][COPY_ROWS] = {};
+  constexpr int AHEAD = STAGES - 1;
+  const i32 first = b.at.token;
+  Slot slots[AHEAD][COPY_ROWS] = {};
   init_barriers(b.smem);
   copy_q(p, rows, b.smem);
 #pragma unroll
-  for (int tile = 0; tile < STAGES - 1; tile++) find_slots(slots[tile], p, b.source, tile);
+  for (int i = 0; i < AHEAD; i++) find_slots(slots[i], p, b.source, first + i * TILE);
 #pragma unroll
-  for (int tile = 0; tile < STAGES - 1; tile++) prefetch_tile(p, b.source, tile, slots[tile]);
+  for (int i = 0; i < AHEAD; i++) prefetch_tile(p, b.source, first + i * TILE, slots[i]);
   publish_columns(p, r, rows, b.smem);
   cp_async_wait_all();
   block_sync();  // orders the barriers' initialisation, the mask columns and the copies of q before their uses
   load_q(state.q, p, b.smem, b.warp);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 #pragma unroll
-  for (int tile = 0; tile < STAGES - 1; tile++)
-    if ((u32)tile < b.tiles) copy_tile(p, b.source, b.smem, tile, slots[tile]);
-  find_slots(b.slots, p, b.source, STAGES - 1);
+  for (int i = 0; i < AHEAD; i++)
+    if (first + i * TILE < b.source.end)
+      copy_tile(p, b.source, b.smem, i * STAGE_BYTES, first + i * TILE, slots[i]);
+  find_slots(b.slots, p, b.source, first + AHEAD * TILE);
 #pragma unroll
   for (int i = 0; i < O_TILES; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
   state.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
@@ -404,18 +419,16 @@ KERNEL(mlaflash_mma_wide, THREADS, 1) {
 
   Block b;
   b.smem = shared_base();
-  b.tiles = make_uniform(range.end - range.begin);
   b.scale = as_f32(make_uniform(as_u32(exponent_scale(p))));
   b.warp = locate(b.smem);
   b.source = make_source(p, r, rows, range);
+  b.at = first_position(make_uniform(range.begin * TILE));
   State state;
   start(p, r, rows, b, state);
-  b.at = position(b.smem, b.warp, 0);
-  step<true, false>(p, b, state, 0);
+  step<true, false>(p, b, state);
 #pragma unroll 1
-  for (u32 n = 1; n < b.tiles; n++) step<true, true>(p, b, state, n);
-  step<false, true>(p, b, state, b.tiles);
-
+  while (b.at.token < b.source.end) step<true, true>(p, b, state);
+  step<false, true>(p, b, state);
   finish(p, state);
   launch_dependents();
 }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mlaflash import jit
-from mlaflash.device import Device, apply_budget
+from mlaflash.device import Device, apply_budget, padded_shared_bytes
 from mlaflash.errors import ShapeError
 from mlaflash.interop import ArrayView, cupy_view
 from mlaflash.jit.pdl import launch_dependent
@@ -219,8 +219,7 @@ def prepare(
         As in `mla_verify`.
     """
     device = Device.current()
-    if budget is not None:
-        device = apply_budget(device, budget)
+    limits = device if budget is None else apply_budget(device, budget)
     import cupy
 
     if out_dtype is None and out is not None:
@@ -228,7 +227,7 @@ def prepare(
     problem = Problem.from_arrays(cupy_view, q, kv_cache, out_dtype=out_dtype, **arguments)
     if validate:
         problem.validate()
-    schedule = plan(problem, device, kernel=kernel, tiles=tiles)
+    schedule = plan(problem, limits, kernel=kernel, tiles=tiles)
     if stream is None:
         stream = cupy.cuda.get_current_stream()
     # CuPy's pool hands memory back in the order of the current stream: workspaces must come from the launch's own.
@@ -245,7 +244,17 @@ def prepare(
     pointers = {name: array.data.ptr for name, array in workspaces.items()}
     params = build_params(problem, schedule, *views, pointers)
     steps = tuple(
-        (jit.load(step.kernel, step.defines, device, step.shared_bytes, stream=stream), step) for step in launches
+        (
+            jit.load(
+                step.kernel,
+                step.defines,
+                device,
+                padded_shared_bytes(step.shared_bytes, device, limits),
+                stream=stream,
+            ),
+            step,
+        )
+        for step in launches
     )
     return Call(problem, schedule, out, lse, steps, params, workspaces, stream)
 

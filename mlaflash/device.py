@@ -327,6 +327,29 @@ def occupancy_blocks(shared_bytes: int, device: Device) -> int:
     return device.shared_per_sm // (shared_bytes + device.reserved_shared_per_block)
 
 
+def padded_shared_bytes(shared_bytes: int, device: Device, budget: Device) -> int:
+    """Ask for so much shared memory that no more blocks share a multiprocessor than under a budget.
+
+    Parameters
+    ----------
+    shared_bytes : int
+        What a block needs.
+    device : Device
+        Where it runs.
+    budget : Device
+        The same device with the limits of `apply_budget`.
+
+    Returns
+    -------
+    int
+        `shared_bytes`, or more where the device would hold more blocks than the budget allows.
+    """
+    blocks = occupancy_blocks(shared_bytes, budget)
+    if blocks == 0 or occupancy_blocks(shared_bytes, device) <= blocks:
+        return shared_bytes
+    return min(device.shared_per_block, device.shared_per_sm // blocks - device.reserved_shared_per_block)
+
+
 def check_runs_on(arch: str, compute_capability: tuple[int, int]) -> None:
     """Refuse, by name, an architecture whose kernels a device cannot run.
 

@@ -11,6 +11,7 @@ from mlaflash.device import (
     compile_arch,
     gpu_available,
     occupancy_blocks,
+    padded_shared_bytes,
 )
 from mlaflash.errors import (
     InvalidArgumentError,
@@ -266,3 +267,17 @@ def test_the_real_device_is_consistent():
     assert device.is_present
     assert device.num_sms > 0
     assert device.shared_per_block + device.reserved_shared_per_block == device.shared_per_sm
+
+
+@pytest.mark.parametrize("shared_bytes", [0, 4_160, 6_208, 41_472, 57_184, 91_336, 95_840, 101_376])
+def test_padding_holds_a_budgets_blocks_on_a_larger_gpu(shared_bytes):
+    hopper = Device.for_arch("sm_90")
+    budget = apply_budget(hopper, "sm_120")
+    padded = padded_shared_bytes(shared_bytes, hopper, budget)
+    assert shared_bytes <= padded <= hopper.shared_per_block
+    assert occupancy_blocks(padded, hopper) == occupancy_blocks(shared_bytes, budget)
+
+
+def test_padding_is_none_without_a_budget():
+    hopper = Device.for_arch("sm_90")
+    assert padded_shared_bytes(6_208, hopper, hopper) == 6_208
