@@ -1,14 +1,15 @@
 // combine: merges the splits' partial results into out and lse.
 //
-// out = sum_s w[s] * partial_out[s] / sum_s w[s] with w[s] = 2^(partial_lse[s] - max), lse = ln 2 * (max + log2 sum_s w[s]).
+// out = sum_s w[s] * partial_out[s] / sum_s w[s] with w[s] = 2^(partial_lse[s] - max), lse = ln 2 * (max + log2 sum_s
+// w[s]).
 //
-// SPLIT_WARPS warps share the splits of one item: 128 columns of one (token, head) row, of which a lane owns 4. A block is at least
-// 4 warps: with fewer SPLIT_WARPS it has several items of the same row.
-// Grid:   x = T * H, y = 4 / items of a block. Block: 32 * max(4, SPLIT_WARPS) threads.
-// Shared: 4,096 + 520 * max(4, SPLIT_WARPS) bytes, whatever num_splits is: 1 to MAX_SPLITS, at run time.
-// Idea:   the kernel is short, so latency decides. The first BATCH partial loads of every warp are in flight before the weights
-//         are known, and each later batch is loaded while the one before it is summed. Many splits of few rows take many warps,
-//         so that one batch is all; few splits of many rows take one, which needs no sum across warps.
+// SPLIT_WARPS warps share the splits of one item: 128 columns of one (token, head) row, of which a lane owns 4. A block
+// is at least 4 warps: with fewer SPLIT_WARPS it has several items of the same row. Grid:   x = T * H, y = 4 / items of
+// a block. Block: 32 * max(4, SPLIT_WARPS) threads. Shared: 4,096 + 520 * max(4, SPLIT_WARPS) bytes, whatever
+// num_splits is: 1 to MAX_SPLITS, at run time. Idea:   the kernel is short, so latency decides. The first BATCH partial
+// loads of every warp are in flight before the weights
+//         are known, and each later batch is loaded while the one before it is summed. Many splits of few rows take
+//         many warps, so that one batch is all; few splits of many rows take one, which needs no sum across warps.
 // Source: the merge of split-KV decoding (Flash-Decoding). Rows of out and of the partials start on 16 bytes.
 #include "addressing.cuh"
 
@@ -60,8 +61,10 @@ DEVICE f32x4 load_quad(const u8* ptr) {
 }
 template <int DTYPE>
 DEVICE void store_quad(u8* ptr, f32x4 v) {
-  if constexpr (DTYPE == FLOAT32) st_global_f32x4(ptr, v);
-  else st_global_u32x2(ptr, {pack_elements<DTYPE>(v.x, v.y), pack_elements<DTYPE>(v.z, v.w)});
+  if constexpr (DTYPE == FLOAT32)
+    st_global_f32x4(ptr, v);
+  else
+    st_global_u32x2(ptr, {pack_elements<DTYPE>(v.x, v.y), pack_elements<DTYPE>(v.z, v.w)});
 }
 
 // Splits first, first + SPLIT_WARPS, ... ; zeros past the last one.
@@ -155,9 +158,8 @@ DEVICE f32x4 sum_over_warps(f32x4 sum, const Thread& t, u32 smem) {
 DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, Weights weights) {
   const int token = t.row / p.num_heads, head = t.row % p.num_heads;
   const float scale = weights.sum == 0.f ? 0.f : 1.f / weights.sum;
-  store_quad<OUT_DTYPE>(
-      element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column),
-      {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
+  store_quad<OUT_DTYPE>(element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column),
+                        {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
   if (t.column == 0)
     st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
                   weights.sum == 0.f ? neg_inf() : (weights.max + lg2(weights.sum)) * LN_2);

@@ -1,12 +1,13 @@
-// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head) of one request over one split of
-// its KV, and reads every KV row once for all of them.
+// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head) of one request over one
+// split of its KV, and reads every KV row once for all of them.
 //
 // Grid:   x = ceil(max_q_len * H / 16) row tiles, y = split, z = request. Block: 128 * KV_GROUPS threads.
 // Shared: KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
-// Idea:   four warps share the 16 rows of a KV group; each owns 128 latent and 16 rope columns, 288 bytes of a KV row. Those
-//         columns are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes that
-//         it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps add their
-//         partial scores through shared memory. Two KV groups (or two blocks on an SM) take turns and hide each other's latency.
+// Idea:   four warps share the 16 rows of a KV group; each owns 128 latent and 16 rope columns, 288 bytes of a KV row.
+//         They are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes
+//         that it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps
+//         add their partial scores through shared memory. Two KV groups (or two blocks on an SM) take turns and hide
+//         each other's latency.
 // Source: the online softmax over KV tiles of FlashAttention (arXiv:2205.14135), split over KV as in Flash-Decoding.
 #include "mma.cuh"
 
@@ -30,33 +31,40 @@ static_assert(STAGES >= 2, "one tile is read while the next one is copied");
 static_assert(EXCHANGE_BUFFERS == 1 || EXCHANGE_BUFFERS == 2, "one buffer costs a second barrier a tile");
 
 struct Smem {
-  static constexpr u32 IDS = TILE * PITCH;  // u32 [16], after a stage's slice: page ids of the tile that comes to this stage next
+  // A stage: 16 rows of a slice, then u32 [16], the page ids of the tile that comes to this stage next.
+  static constexpr u32 IDS = TILE * PITCH;
   static constexpr u32 STAGE_BYTES = IDS + TILE * 4;
   static constexpr u32 RING_BYTES = STAGES * STAGE_BYTES;
-  static constexpr u32 SCORE_BYTES = WARP * 16;        // 16 x 8 scores, four a lane
+  static constexpr u32 SCORE_BYTES = WARP * 16;         // 16 x 8 scores, four a lane
   static constexpr u32 SCORES_BYTES = 2 * SCORE_BYTES;  // a warp's 16 x 16
   static constexpr u32 BUFFER_BYTES = WARPS * SCORES_BYTES;
-  static constexpr u32 RINGS = 0;                            // [WARPS][STAGES] KV slices of 16 tokens; before them q, after them o
-  static constexpr u32 EXCHANGE = RINGS + WARPS * RING_BYTES;  // float32 [EXCHANGE_BUFFERS][WARPS][2][32][4] partial scores
+  // [WARPS][STAGES] KV tiles; before them q, after them o.
+  static constexpr u32 RINGS = 0;
+  // float32 [EXCHANGE_BUFFERS][WARPS][2][32][4] partial scores.
+  static constexpr u32 EXCHANGE = RINGS + WARPS * RING_BYTES;
   static constexpr u32 BYTES = EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;
 };
-static_assert((FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES, "half of o and the softmax state fit a warp's ring");
+static_assert((FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES,
+              "half of o and the softmax state fit a warp's ring");
 
-// A slice in shared memory: rows of PITCH bytes, in which the 16-byte chunk c of row r lies at c ^ (r / 4 % 2). PITCH is 8
-// banks modulo 32, so that rows 0-3 and, moved by a chunk, rows 4-7 of an ldmatrix phase hit all 32 banks.
+// A slice in shared memory: rows of PITCH bytes, in which the 16-byte chunk c of row r lies at c ^ (r / 4 % 2). PITCH
+// is 8 banks modulo 32, so that rows 0-3 and, moved by a chunk, rows 4-7 of an ldmatrix phase hit all 32 banks.
 DEVICE u32 slice_offset(int row, int chunk) { return row * PITCH + (chunk ^ (row >> 2 & 1)) * 16; }
 
 struct Warp {
   int lane, group, column;  // column: which of the COLUMN_WARPS slices
   u32 ring;
-  u32 keys, values;  // the lane's ldmatrix rows in stage 0: for K as the B operand; for V, transposed, and for q as the A operand
-  u32 scores;        // the lane's place in exchange buffer 0, column warp 0 of the group
+  u32 keys;    // the lane's ldmatrix row in stage 0: of K, the B operand of q K
+  u32 values;  // of V, transposed, the B operand of P V; and of q, the A operand
+  u32 scores;  // the lane's place in exchange buffer 0, column warp 0 of the group
 };
 
 DEVICE Warp locate(u32 smem) {
   Warp w;
   w.lane = lane_idx();
-  const int warp = (int)shfl_u32(warp_idx(), 0);  // so that the compiler knows it to be uniform, and with it all branches
+  // The shuffle tells the compiler that the warp's number, and every branch on it, is the same for all lanes. Else it
+  // guards each shuffle and waits for all loads before each guard.
+  const int warp = (int)shfl_u32(warp_idx(), 0);
   w.group = warp / COLUMN_WARPS;
   w.column = warp % COLUMN_WARPS;
   w.ring = smem + Smem::RINGS + warp * Smem::RING_BYTES;
@@ -71,8 +79,8 @@ DEVICE void group_sync(const Warp& w) { named_barrier_sync(1 + w.group, COLUMN_W
 
 // --- copies --------------------------------------------------------------------------------------------------------
 
-// Starts the copies of the warp's slice of 16 rows. Lanes l and l + 16 hold the addresses of row l; without ALL a null row is
-// not read and becomes zeros.
+// Starts the copies of the warp's slice of 16 rows. Lanes l and l + 16 hold the addresses of row l; without ALL a null
+// row is not read and becomes zeros.
 template <bool ALL>
 DEVICE void copy_slice(const Warp& w, u32 stage, KvRow row) {
   constexpr int LANES = 8;  // that copy the latent half of a row, 128 bytes at once
@@ -85,15 +93,19 @@ DEVICE void copy_slice(const Warp& w, u32 stage, KvRow row) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const u32 dst = (i % 2 ? odd : even) + i * (WARP / LANES) * PITCH + half * 128;
-      if constexpr (ALL) cp_async_16(dst, src + half * 128);
-      else cp_async_16_zfill(dst, src + half * 128, base ? 16 : 0);
+      if constexpr (ALL)
+        cp_async_16(dst, src + half * 128);
+      else
+        cp_async_16_zfill(dst, src + half * 128, base ? 16 : 0);
     }
   }
   const u64 base = shfl_u64((u64)row.pe, w.lane / 2);
   const u8* src = (const u8*)base + w.column * ROPE_BYTES + w.lane % 2 * 16;
   const u32 dst = stage + slice_offset(w.lane / 2, LATENT_BYTES / 16 + w.lane % 2);
-  if constexpr (ALL) cp_async_16(dst, src);
-  else cp_async_16_zfill(dst, src, base ? 16 : 0);
+  if constexpr (ALL)
+    cp_async_16(dst, src);
+  else
+    cp_async_16_zfill(dst, src, base ? 16 : 0);
 }
 
 DEVICE void copy_q(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, u32 stage) {
@@ -107,12 +119,13 @@ DEVICE void copy_q(const VerifyParams& p, const Request& r, const RowTile& rows,
 // Where a group's tiles come from, and how far its copies are.
 struct Source {
   const u8* ids;    // the request's page ids
-  int last_cached;  // the last token that the cache holds, -1 for none; those after it are rows of new_kv_c and new_k_pe
+  int last_cached;  // the cache's last token, below 0 for none; those after it are rows of new_kv_c and new_k_pe
   int tile, end;    // next tile to copy; the split's tiles end here
   int masked;       // every row sees all tokens of the tiles before this one, and the cache holds them
 };
 
-DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, const Warp& w) {
+DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
+                          const Warp& w) {
   Source s;
   s.ids = (const u8*)p.page_ids + r.id_begin * (p.wide_ids ? 8 : 4);
   s.last_cached = (NEW_KV ? r.kv_len - r.q_len : r.kv_len) - 1;
@@ -125,8 +138,8 @@ DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile
 
 DEVICE int token_of(const Warp& w, int tile) { return tile * TILE + w.lane % TILE; }
 
-// Of the page of the lane's token in a tile; past the last cached token of that token's page, so that there is always one to read.
-// The low word of a 64-bit id is enough: pools have fewer than 2^31 pages.
+// Where the page id of the lane's token in a tile is; past the last cached token, that of the last one: some id can
+// always be read. The low word of a 64-bit id is enough: pools have fewer than 2^31 pages.
 DEVICE const u8* id_ptr(const VerifyParams& p, const Warp& w, const Source& s, int tile) {
   return s.ids + (u64)page_of(p, min_int(token_of(w, tile), s.last_cached)) * (p.wide_ids ? 8 : 4);
 }
@@ -157,10 +170,8 @@ DEVICE bool is_seen(const VerifyParams& p, const Request& r, const RowTile& rows
   return false;
 }
 
-// Only tiles at the end of what the rows see come here, so the request is read again instead of kept in registers.
-DEVICE KvRow masked_row(const VerifyParams& p, const Source& s, u32 id, int token) {
-  const Request r = load_request(p, block_idx_z());
-  const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
+DEVICE KvRow masked_row(const VerifyParams& p, const Request& r, const RowTile& rows, const Source& s, u32 id,
+                        int token) {
   if (!is_seen(p, r, rows, token)) return {nullptr, nullptr};
   return NEW_KV && token > s.last_cached ? new_row(p, r, token) : cached_row(p, id, token);
 }
@@ -170,14 +181,18 @@ DEVICE u32 copied_id(const Warp& w, const Source& s, u32 stage) {
   return has_ids(s, s.tile) ? ld_shared_u32(stage + Smem::IDS + w.lane % TILE * 4) : 0;
 }
 
-// Copies the next tile to `stage`, and the ids of the tile that comes there after it. They land together, so that no id is waited
-// for. Past the end nothing is copied, but the cp.async group is still closed: the waits count groups.
-DEVICE void copy_tile(const VerifyParams& p, const Warp& w, Source& s, u32 stage, u32 id) {
+// Copies the next tile to `stage`, and the ids of the tile that comes there after it. They land together, so that no id
+// is waited for. Past the end nothing is copied, but the cp.async group is still closed: the waits count groups.
+DEVICE void copy_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& s, u32 stage,
+                      u32 id) {
   const int token = token_of(w, s.tile);
-  const KvRow row = cached_row(p, id, token);  // before any branch, so that its arithmetic runs beside what comes before
+  // Before any branch, so that its arithmetic runs beside the products that come before.
+  const KvRow row = cached_row(p, id, token);
   warp_sync();  // orders all lanes' reads of the stage before the copies that overwrite it
-  if (s.tile < s.masked) copy_slice<true>(w, stage, row);
-  else if (s.tile < s.end) copy_slice<false>(w, stage, masked_row(p, s, id, token));
+  if (s.tile < s.masked)
+    copy_slice<true>(w, stage, row);
+  else if (s.tile < s.end)
+    copy_slice<false>(w, stage, masked_row(p, r, rows, s, id, token));
   const int later = s.tile + STAGES * KV_GROUPS;
   if (w.lane < TILE && has_ids(s, later)) cp_async_4(stage + Smem::IDS + w.lane * 4, id_ptr(p, w, s, later));
   cp_async_commit();
@@ -186,7 +201,8 @@ DEVICE void copy_tile(const VerifyParams& p, const Warp& w, Source& s, u32 stage
 
 // --- one tile ------------------------------------------------------------------------------------------------------
 
-// The warp's part of q K^T: 16 rows x 16 tokens, over its 144 dims, as two sums: an mma waits long for the one before it.
+// The warp's part of q K^T: 16 rows x 16 tokens, over its 144 dims; two sums, because an mma waits long for the one
+// before it.
 DEVICE void partial_scores(const u32 (&q)[K_STEPS][4], u32 keys, float (&sums)[2][2][4]) {
   u32 k[K_AHEAD + 1][4];
 #pragma unroll
@@ -210,12 +226,13 @@ DEVICE void publish_scores(const Warp& w, u32 buffer, const float (&sums)[2][2][
   for (int n = 0; n < 2; n++)
 #pragma unroll
     for (int e = 0; e < 4; e++) s[n][e] = sums[0][n][e] + sums[1][n][e];
-  // Orders the group's reads of the scores of the tile before, in this same buffer, before the writes below. With two buffers
-  // the barrier of that tile already did: whoever passed it had read the tile before that one.
+  // Orders the group's reads of the scores of the tile before, in this same buffer, before the writes below. With two
+  // buffers the barrier of that tile already did: whoever passed it had read the tile before that one.
   if constexpr (EXCHANGE_BUFFERS == 1) group_sync(w);
 #pragma unroll
   for (int n = 0; n < 2; n++)
-    st_shared_f32x4(w.scores + buffer + w.column * Smem::SCORES_BYTES + n * Smem::SCORE_BYTES, {s[n][0], s[n][1], s[n][2], s[n][3]});
+    st_shared_f32x4(w.scores + buffer + w.column * Smem::SCORES_BYTES + n * Smem::SCORE_BYTES,
+                    {s[n][0], s[n][1], s[n][2], s[n][3]});
 }
 
 DEVICE void add_scores(const Warp& w, u32 buffer, float (&s)[2][4]) {
@@ -233,10 +250,8 @@ DEVICE void add_scores(const Warp& w, u32 buffer, float (&s)[2][4]) {
     }
 }
 
-// The request is read again for the same reason as in copy_masked_tile().
-DEVICE void mask_tile(const VerifyParams& p, const Warp& w, int tile, float (&s)[2][4]) {
-  const Request r = load_request(p, block_idx_z());
-  const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
+DEVICE void mask_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, int tile,
+                      float (&s)[2][4]) {
   u32 bits[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -257,13 +272,13 @@ DEVICE void add_values(const u32 (&weights)[4], const u32 (&v)[V_STEPS][4], floa
 
 // --- the end -------------------------------------------------------------------------------------------------------
 
-// Half of o and the softmax state of a group, for the other group, in the ring of each warp: only that warp reads its ring, and it
-// has read all of it.
+// Half of o and the softmax state of a group, for the other group, in the ring of each warp: only that warp reads its
+// ring, and it has read all of it.
 DEVICE void send_half(const Warp& w, const Softmax& softmax, const float (&o)[O_TILES][4]) {
   const u32 mine = w.ring + w.lane * 16;
 #pragma unroll
   for (int i = 0; i < FINAL_TILES; i++) {
-    const float(&sent)[4] = o[i + FINAL_TILES], (&kept)[4] = o[i];
+    const float (&sent)[4] = o[i + FINAL_TILES], (&kept)[4] = o[i];
     const bool lower = w.group;  // group 0 keeps its lower half, group 1 its upper one
     st_shared_f32x4(mine + i * Smem::SCORE_BYTES, {lower ? kept[0] : sent[0], lower ? kept[1] : sent[1],
                                                    lower ? kept[2] : sent[2], lower ? kept[3] : sent[3]});
@@ -298,7 +313,8 @@ DEVICE void merge_half(const Warp& w, Softmax& softmax, const float (&o)[O_TILES
   }
 }
 
-DEVICE void store(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Softmax& softmax, const float (&o)[O_TILES][4]) {
+DEVICE void store(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Softmax& softmax,
+                  const float (&o)[O_TILES][4]) {
   const int column = w.column * (DL / COLUMN_WARPS) + w.group * FINAL_TILES * 8;
   if constexpr (KV_GROUPS == 1) {
     store_results(p, r, rows.first, rows.end, column, softmax, o);
@@ -313,12 +329,13 @@ DEVICE void store(const VerifyParams& p, const Request& r, const RowTile& rows, 
 
 // --- the kernel ----------------------------------------------------------------------------------------------------
 
-// The page ids of the first tile of every stage.
-DEVICE void load_first_ids(const VerifyParams& p, const Warp& w, const Source& s) {
-  u32 ids[STAGES];
+// The page ids of the first tile of every stage: loaded early, and left with the stages as later ones are.
+DEVICE void load_first_ids(const VerifyParams& p, const Warp& w, const Source& s, u32 (&ids)[STAGES]) {
 #pragma unroll
   for (int i = 0; i < STAGES; i++)
     if (has_ids(s, s.tile + i * KV_GROUPS)) ids[i] = ld_global_u32(id_ptr(p, w, s, s.tile + i * KV_GROUPS));
+}
+DEVICE void store_first_ids(const Warp& w, const Source& s, const u32 (&ids)[STAGES]) {
 #pragma unroll
   for (int i = 0; i < STAGES; i++)
     if (w.lane < TILE && has_ids(s, s.tile + i * KV_GROUPS))
@@ -336,20 +353,24 @@ DEVICE void load_q(const VerifyParams& p, const Warp& w, u32 stage, u32 (&q)[K_S
 }
 
 // Fills the ring. q passes through its last stage, while the others already fill with KV.
-DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& source, u32 (&q)[K_STEPS][4]) {
+DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& source,
+                  u32 (&q)[K_STEPS][4]) {
   constexpr u32 LAST = (STAGES - 1) * Smem::STAGE_BYTES;
+  u32 ids[STAGES];
+  load_first_ids(p, w, source, ids);
   copy_q(p, r, rows, w, w.ring + LAST);
   cp_async_commit();
-  load_first_ids(p, w, source);
+  store_first_ids(w, source, ids);
   warp_sync();  // orders the writes of the ids before the other lanes' reads
-#pragma unroll 1    // code that is fetched once is half of the code to fetch
+  // A loop, because a short call is mostly start, and its code comes from memory too.
+#pragma unroll 1
   for (u32 stage = 0; stage <= LAST; stage += Smem::STAGE_BYTES) {
     if (stage == LAST) {
       cp_async_wait<STAGES - 1>();
       warp_sync();  // orders all lanes' copies of q, which have landed, before the reads
       load_q(p, w, LAST, q);
     }
-    copy_tile(p, w, source, w.ring + stage, copied_id(w, source, w.ring + stage));
+    copy_tile(p, r, rows, w, source, w.ring + stage, copied_id(w, source, w.ring + stage));
   }
 }
 
@@ -372,17 +393,17 @@ DEVICE void attend(const VerifyParams& p, const Request& r) {
   for (int tile = tiles.begin + w.group; tile < tiles.end; tile += KV_GROUPS) {
     cp_async_wait<STAGES - 1>();
     warp_sync();  // orders all lanes' copies of this tile, which have landed, before the reads
-    // K and V of the tile go to registers at once, so that its stage is free for the next copies before the scores are known.
+    // K and V go to registers at once: the stage is free for the next copies before the scores are known.
     float sums[2][2][4] = {}, s[2][4];
     u32 v[V_STEPS][4];
     const u32 id = copied_id(w, source, w.ring + stage);
     partial_scores(q, w.keys + stage, sums);
     load_values(w.values + stage, v);
-    copy_tile(p, w, source, w.ring + stage, id);
+    copy_tile(p, r, rows, w, source, w.ring + stage, id);
     publish_scores(w, buffer, sums, s);
     add_scores(w, buffer, s);
     soft_cap(p, s);
-    if (tile >= source.masked) mask_tile(p, w, tile, s);
+    if (tile >= source.masked) mask_tile(p, r, rows, w, tile, s);
     u32 weights[4];
     softmax_tile(s, exponent_scale(p), softmax, o, weights);
     add_values(weights, v, o);

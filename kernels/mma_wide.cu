@@ -31,6 +31,7 @@ constexpr int MASK_WORDS = 32;                                    // of mask col
 constexpr int SCORE_BYTES = WARP * 16;                            // one 16 x 8 piece of scores of a warp
 
 static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows of a tile");
+static_assert(REFILL_AT >= 0 && REFILL_AT <= STREAM, "the refill interrupts the stream of products");
 static_assert(STAGES >= 3, "two tiles are in use, one at least must be in flight");
 static_assert(ROW_GROUPS <= STAGES, "q passes through the ring, 16 rows a stage");
 
@@ -98,7 +99,8 @@ DEVICE Warp locate(u32 smem) {
 
 // Uniform.
 struct Source {
-  u32 id_begin;      // first of the request's page ids
+  u32 thread;        // not uniform
+  const u8* ids;     // the request's page ids
   u32 id_bytes;      // of an id
   i32 end;           // KV tokens of this block end here
   i32 masked_from;   // every row sees every token of the tiles before the one that this token begins
@@ -109,8 +111,10 @@ struct Source {
 DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles) {
   const int masked_from = min_int(max_int(first_masked_tile(p, r, rows), tiles.begin), tiles.end);
   Source s;
-  s.id_begin = make_uniform((u32)r.id_begin);
+  s.thread = keep_in_register(thread_idx());
   s.id_bytes = p.wide_ids ? 8 : 4;
+  const u64 ids = (u64)p.page_ids + r.id_begin * s.id_bytes;
+  s.ids = (const u8*)((u64)make_uniform((u32)(ids >> 32)) << 32 | make_uniform((u32)ids));
   s.end = make_uniform(min_int(tiles.end * TILE, visible_end(p, r, rows.q_last)));
   s.masked_from = make_uniform(masked_from * TILE);
   s.cached = NEW_KV ? make_uniform(r.kv_len - r.q_len) : 0;
@@ -122,10 +126,7 @@ DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile
 struct Share {
   u32 row, chunk;
 };
-DEVICE Share copy_share() {
-  const u32 thread = thread_idx_anew();
-  return {thread / COPY_LANES * COPY_ROWS, thread % COPY_LANES};
-}
+DEVICE Share copy_share(u32 thread) { return {thread / COPY_LANES * COPY_ROWS, thread % COPY_LANES}; }
 
 // Where a token's row is.
 struct Slot {
@@ -135,14 +136,14 @@ struct Slot {
 // The slots of the tokens of the tile that begins at `tile_token`, found one refill before they are used; of tokens past the end, the last one's. The low word of a
 // 64-bit id is enough: pools have fewer than 2^31 pages.
 DEVICE void find_slots(Slot (&slots)[COPY_ROWS], const VerifyParams& p, const Source& s, i32 tile_token) {
-  const i32 first = tile_token + copy_share().row;
+  const i32 first = tile_token + copy_share(s.thread).row;
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
     const i32 token = min_int(first + i, s.end - 1);
     if (NEW_KV && token >= s.cached) continue;
     const u32 page = page_of(p, token);
     slots[i].offset = token - page * p.page_size;
-    slots[i].page = (i32)ld_global_u32((const u8*)p.page_ids + (u64)(s.id_begin + page) * s.id_bytes);
+    slots[i].page = (i32)ld_global_nc_u32(s.ids + page * s.id_bytes);
   }
 }
 
@@ -172,7 +173,7 @@ DEVICE bool is_seen(const Source& s, u32 smem, i32 token) {
 // The lane's part of copying the tile that begins at `tile_token`, and its arrival on the full barrier for when that has landed.
 DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, i32 tile_token,
                       const Slot (&slots)[COPY_ROWS]) {
-  const Share share = copy_share();
+  const Share share = copy_share(s.thread);
   const u32 stage = smem + Smem::RING + stage_offset;
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
@@ -278,8 +279,8 @@ DEVICE void stream(State& state, float (&s)[2][4], Fragments& f, u32 keys, u32 v
 }
 
 // Adds the partial scores of the row group's column warps, in pairs, so that all of them get the same sums, bit for bit.
-DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 exchange) {
-  const u32 buffer = smem + Smem::EXCHANGE + exchange + w.row_group * (COLUMN_WARPS * 2 * SCORE_BYTES) + lane_idx() * 16;
+DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 lane, u32 exchange) {
+  const u32 buffer = smem + Smem::EXCHANGE + exchange + w.row_group * (COLUMN_WARPS * 2 * SCORE_BYTES) + lane * 16;
 #pragma unroll
   for (int n = 0; n < 2; n++)
     st_shared_f32x4(buffer + (w.column * 2 + n) * SCORE_BYTES, f32x4{s[n][0], s[n][1], s[n][2], s[n][3]});
@@ -322,7 +323,7 @@ DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4]) {
   mask_scores(s, bits);
 }
 
-// Between the halves of a step: the stage of tile n - 2 takes tile n - 2 + STAGES. What is copied is also waited for, by every
+// In the middle of a step: the stage of tile n - 2 takes tile n - 2 + STAGES. What is copied is also waited for, by every
 // thread, so no copy is in flight when the block ends.
 DEVICE void refill(const VerifyParams& p, Block& b) {
   const i32 tile_token = b.at.token + (STAGES - 2) * TILE;
@@ -345,15 +346,16 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state) {
   if (SCORES) mbarrier_wait(ring + at.scores.offset + Smem::FULL, at.scores.parity);  // orders the copies of tile n before its reads
 #pragma unroll
   for (int i = 0; i < LOOKAHEAD; i++) load_fragments<SCORES, VALUES>(f, keys, values, i);
-  stream<SCORES, VALUES, 0, STREAM / 2>(state, s, f, keys, values);
+  stream<SCORES, VALUES, 0, REFILL_AT>(state, s, f, keys, values);
   if (SCORES && VALUES) refill(p, b);
-  stream<SCORES, VALUES, STREAM / 2, STREAM>(state, s, f, keys, values);
+  stream<SCORES, VALUES, REFILL_AT, STREAM>(state, s, f, keys, values);
   if (!SCORES) return;
+  const u32 lane = b.source.thread % WARP;
   if (VALUES) {
     warp_sync();  // orders the lanes' reads of tile n - 1 before the arrival, on which the refill waits
-    if (lane_idx() == 0) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
+    if (lane == 0) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
   }
-  exchange_scores(s, b.smem, b.warp, at.exchange);
+  exchange_scores(s, b.smem, b.warp, lane, at.exchange);
   soft_cap(p, s);
   if (at.token >= b.source.masked_from) mask_tile(p, b, s);
   b.at = next_position(at);
@@ -365,7 +367,7 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state) {
 // Brings a tile's rows to the L2 cache while the ring is still full of q: one lane for each 128 bytes.
 DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token, const Slot (&slots)[COPY_ROWS]) {
   constexpr u32 LINES = LATENT_BYTES / 128;
-  const Share share = copy_share();
+  const Share share = copy_share(s.thread);
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
     const i32 token = tile_token + share.row + i;

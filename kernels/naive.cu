@@ -147,9 +147,8 @@ DEVICE void attend(const Row& row, u32 smem) {
   float largest = neg_inf();
 #pragma unroll
   for (int w = 0; w < NUM_WARPS; w++) largest = max_f32(largest, ld_shared_f32(smem + Smem::REDUCE + w * 4));
-  const bool empty = largest == neg_inf();
 
-  float sum = write_weights(row, empty ? 0.0f : largest);
+  float sum = write_weights(row, largest == neg_inf() ? 0.0f : largest);
 #pragma unroll
   for (int mask = WARP / 2; mask > 0; mask /= 2) sum += shfl_xor_f32(sum, mask);
   if (lane == 0) st_shared_f32(smem + Smem::REDUCE + (NUM_WARPS + warp) * 4, sum);
@@ -157,6 +156,8 @@ DEVICE void attend(const Row& row, u32 smem) {
   sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < NUM_WARPS; w++) sum += ld_shared_f32(smem + Smem::REDUCE + (NUM_WARPS + w) * 4);
+  // A maximum of NaN alone is -inf as well, which hides them; their sum does not.
+  const bool empty = sum == 0.0f;
 
   store_row(row, sum_values<ALIGNED>(row), empty ? 0.0f : 1.0f / sum, smem);
   if (thread_idx() == 0)

@@ -262,7 +262,7 @@ DEVICE void store_heads(const VerifyParams& p, int token, int head_begin, const 
     if (head >= p.num_heads) break;
     const float maximum = ld_shared_f32(smem + Smem::MAXIMUM + h * 4);
     const float sum = ld_shared_f32(smem + Smem::SUM + h * 4);
-    const bool empty = maximum == neg_inf();
+    const bool empty = sum == 0.0f;  // the maximum of scores that are NaN is -inf as well, and would hide them
     const float inv_sum = empty ? 0.0f : 1.0f / sum;
     const float lse = empty ? neg_inf() : maximum + lg2(sum);
     if (p.num_splits == 1) {

@@ -16,9 +16,9 @@ _WARP: Final = 32
 def split_warps(num_splits: int, num_rows: int = 1) -> int:
     """Return how many warps share the splits of 128 columns of a row: the constant `SPLIT_WARPS`.
 
-    Many rows fill the GPU by themselves, and few splits need no sum across warps. Few rows with many splits are bound by
-    latency: they take as many warps as have all loads in flight at once, eight a lane, while the blocks still fit the GPU
-    in one wave.
+    Many rows fill the GPU by themselves, and few splits need no sum across warps. Few rows with many splits are bound
+    by latency: they take as many warps as have all loads in flight at once, eight a lane, while the blocks still fit
+    the GPU in one wave.
 
     Parameters
     ----------

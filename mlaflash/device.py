@@ -235,7 +235,7 @@ def parse_arch(arch: str) -> tuple[tuple[int, int], str]:
     UnsupportedError
         The architecture is older than sm_80.
     """
-    match = _ARCH.fullmatch(arch)
+    match = _ARCH.fullmatch(arch) if isinstance(arch, str) else None
     if match is None:
         raise InvalidArgumentError(
             f"arch is {arch!r}; allowed is a CUDA architecture such as sm_90, sm_90a or sm_120. Name one of them."

@@ -45,14 +45,23 @@ class ArrayView:
         return len(self.shape)
 
 
-def _strides(name: str, array: Any) -> tuple[int, ...]:
-    itemsize = array.dtype.itemsize
-    if any(stride % itemsize for stride in array.strides):
+def _view(name: str, array: Any, ptr: int) -> ArrayView:
+    """View an array whose elements a kernel can load one by one."""
+    dtype = array.dtype
+    if not dtype.isnative:
         raise ShapeError(
-            f"{name} has strides of {array.strides} bytes for elements of {itemsize}; whole elements are needed. Copy "
-            "it."
+            f"{name} is {dtype.str}, of the other byte order than this machine's; the kernels read its own. Convert it "
+            "with astype(dtype.newbyteorder('='))."
         )
-    return tuple(stride // itemsize for stride in array.strides)
+    # A type without bytes is no number's: whoever asked for the view refuses it by name.
+    itemsize = max(dtype.itemsize, 1)
+    if any(stride % itemsize for stride in array.strides) or (array.size and ptr % itemsize):
+        raise ShapeError(
+            f"{name} begins at address {ptr:#x} and has strides of {array.strides} bytes for elements of {itemsize}; "
+            "address and strides must be multiples of the element. Copy it."
+        )
+    strides = tuple(stride // itemsize for stride in array.strides)
+    return ArrayView(name, ptr, array.shape, strides, dtype.name, dtype.itemsize, array)
 
 
 def numpy_view(name: str, array: Any) -> ArrayView:
@@ -67,22 +76,15 @@ def numpy_view(name: str, array: Any) -> ArrayView:
     Raises
     ------
     ShapeError
-        It is something else.
+        It is something else, or its elements are not whole ones of this machine's byte order.
     """
-    if not isinstance(array, np.ndarray):
+    # What a masked array hides, the kernels would read.
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         raise ShapeError(
             f"{name} is a {type(array).__module__}.{type(array).__qualname__}; the emulator takes NumPy arrays. Call "
             "mlaflash.mla_verify for arrays on a GPU."
         )
-    return ArrayView(
-        name,
-        array.ctypes.data,
-        array.shape,
-        _strides(name, array),
-        array.dtype.name,
-        array.dtype.itemsize,
-        array,
-    )
+    return _view(name, array, array.ctypes.data)
 
 
 def cupy_view(name: str, array: Any) -> ArrayView:
@@ -97,7 +99,7 @@ def cupy_view(name: str, array: Any) -> ArrayView:
     Raises
     ------
     ShapeError
-        It is something else, or lies on another device.
+        It is something else, lies on another device, or its elements are not whole ones.
     """
     cupy = sys.modules.get("cupy")
     if cupy is None or not isinstance(array, cupy.ndarray):
@@ -115,15 +117,7 @@ def cupy_view(name: str, array: Any) -> ArrayView:
             f"{name} lies on GPU {array.device.id} and GPU {current} is current. Call inside `with "
             f"cupy.cuda.Device({array.device.id}):`, with all arrays there."
         )
-    return ArrayView(
-        name,
-        array.data.ptr,
-        array.shape,
-        _strides(name, array),
-        array.dtype.name,
-        array.dtype.itemsize,
-        array,
-    )
+    return _view(name, array, array.data.ptr)
 
 
 def to_host(view: ArrayView) -> np.ndarray[Any, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mlaflash.checks import integer
 from mlaflash.errors import InvalidArgumentError, ShapeError
 
 BITS_PER_WORD = 32
@@ -45,10 +46,7 @@ class TreeMask:
 
     def __post_init__(self) -> None:
         """Check shape and dtype; the bits are not read."""
-        if isinstance(self.max_q, bool) or not isinstance(self.max_q, (int, np.integer)):
-            raise InvalidArgumentError(f"max_q is {self.max_q!r}; it must be an integer.")
-        if self.max_q < 0:
-            raise InvalidArgumentError(f"max_q is {self.max_q}; it must be at least 0.")
+        object.__setattr__(self, "max_q", integer("max_q", self.max_q, 0))
         shape, dtype = getattr(self.words, "shape", None), getattr(self.words, "dtype", None)
         if shape is None or dtype is None or _module(self.words) not in ("numpy", "cupy"):
             raise ShapeError(
@@ -105,8 +103,13 @@ class TreeMask:
         -------
         TreeMask
         """
+        if not isinstance(dense, Sequence) and not getattr(dense, "shape", ()):
+            raise ShapeError(
+                f"dense is a {type(dense).__name__}; it must be a list of square arrays, or one array of shape"
+                " (B, S, S)."
+            )
         like = dense if hasattr(dense, "shape") else dense[0] if len(dense) else None
-        matrices = [_square_bools(_to_host(matrix), b) for b, matrix in enumerate(dense)]
+        matrices = [_square_bools(_to_host(f"dense[{b}]", matrix), b) for b, matrix in enumerate(dense)]
         max_q = max((len(matrix) for matrix in matrices), default=0)
         words = np.zeros((sum(map(len, matrices)), words_per_row(max_q)), np.uint32)
         row = 0
@@ -164,11 +167,12 @@ class TreeMask:
         TreeMask
             The same visibility as ``mask="causal"``.
         """
-        lens = [q_lens] if isinstance(q_lens, (int, np.integer)) else list(q_lens)
-        for b, q_len in enumerate(lens):
-            if q_len < 0:
-                raise InvalidArgumentError(f"q_lens[{b}] is {q_len}; it must be at least 0.")
-        return cls.from_dense([np.tri(q_len, dtype=np.bool_) for q_len in lens])
+        lens = _integers("q_lens", q_lens)
+        if lens.ndim > 1:
+            raise ShapeError(f"q_lens has shape {lens.shape}; it must be one integer, or one for each request.")
+        return cls.from_dense(
+            [np.tri(integer(f"q_lens[{b}]", q_len, 0), dtype=np.bool_) for b, q_len in enumerate(lens.ravel())]
+        )
 
     def to_dense(self, qo_indptr: Any = None) -> list[Bools]:
         """Unpack into one square matrix for each request, on the host.
@@ -232,7 +236,7 @@ class TreeMask:
         -------
         numpy.ndarray, shape (T, max_q), bool
         """
-        words = np.ascontiguousarray(_to_host(self.words), "<u4")
+        words = np.ascontiguousarray(_to_host("words", self.words), "<u4")
         unpacked = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
         return unpacked[:, : self.max_q].astype(np.bool_)
 
@@ -324,7 +328,7 @@ def _bounds(qo_indptr: Any, num_tokens: int, max_q: int) -> list[int]:
 
 
 def _integers(name: str, array: Any) -> Int64s:
-    host = np.asarray(_to_host(array))
+    host = _to_host(name, array)
     if host.size and host.dtype.kind not in "iu":
         raise ShapeError(f"{name} is {host.dtype}; it must hold integers.")
     return host.astype(np.int64)
@@ -334,8 +338,11 @@ def _module(array: Any) -> str:
     return type(array).__module__.partition(".")[0]
 
 
-def _to_host(array: Any) -> npt.NDArray[Any]:
-    return np.asarray(array.get() if _module(array) == "cupy" else array)
+def _to_host(name: str, array: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(array.get() if _module(array) == "cupy" else array)
+    except ValueError as error:
+        raise ShapeError(f"{name} makes no array: {error} Its rows must have one length.") from error
 
 
 def _like(words: npt.NDArray[np.uint32], like: Any) -> Any:

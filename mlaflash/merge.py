@@ -6,6 +6,7 @@ from typing import Any
 from mlaflash.errors import ShapeError
 
 _LSE_DTYPES = ("float32", "float64")
+_OUT_DTYPES = ("bfloat16", "float16", *_LSE_DTYPES)
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
@@ -19,7 +20,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
 
     Parameters
     ----------
-    out_a, out_b : array, shape (..., H, 512), any float dtype
+    out_a, out_b : array, shape (..., H, 512), bfloat16, float16, float32 or float64
         Normalised partial outputs, such as ``(T, H, 512)`` or ``(B, S, H, 512)``.
     lse_a, lse_b : array, shape (..., H), float32 or float64
         Their log-sum-exps, natural logarithm. Sixteen bits are refused: at a typical magnitude of
@@ -35,8 +36,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
     Raises
     ------
     ShapeError
-        Shapes disagree, a log-sum-exp is not float32 or float64, or the arrays belong to different
-        modules.
+        Shapes disagree, an array is of another dtype, or the arrays belong to different modules.
     """
     arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     modules = {name: type(array).__module__.partition(".")[0] for name, array in arrays.items()}
@@ -48,6 +48,12 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
         raise ShapeError(
             f"out_a has shape {out_a.shape} and out_b {out_b.shape}; both must have the same shape (..., H, 512)."
         )
+    for name in ("out_a", "out_b"):
+        if arrays[name].dtype.name not in _OUT_DTYPES:
+            raise ShapeError(
+                f"{name} is {arrays[name].dtype.name}; it must be one of {', '.join(_OUT_DTYPES)}: a weighted sum is"
+                " no integer."
+            )
     for name in ("lse_a", "lse_b"):
         lse = arrays[name]
         if lse.shape != out_a.shape[:-1]:

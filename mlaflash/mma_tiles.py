@@ -76,6 +76,8 @@ class MmaWideConfig:
         KV tiles in the ring, a power of two: two are in use, the others on their way.
     lookahead : int
         Operand loads that a warp issues ahead of the products that use them.
+    refill_at : int
+        Which of a warp's ``36 / column_warps`` steps through the dims of a tile is interrupted to refill the ring.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -92,6 +94,7 @@ class MmaWideConfig:
     column_warps: int = 2
     stages: int = 4
     lookahead: int = 1
+    refill_at: int = 9
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
@@ -105,6 +108,11 @@ class MmaWideConfig:
             raise TileError(f"stages is {self.stages}; it must be 4 or 8, and no less than row_groups. Use 4.")
         if self.lookahead not in (1, 2, 3):
             raise TileError(f"lookahead is {self.lookahead}; it must be 1, 2 or 3. Use 1 for 64 rows, 2 for 32.")
+        if not 0 <= self.refill_at <= 36 // self.column_warps:
+            raise TileError(
+                f"refill_at is {self.refill_at}; with {self.column_warps} column warps a tile has "
+                f"{36 // self.column_warps} steps. Use about half of them."
+            )
         if self.nsplit is not None and (not isinstance(self.nsplit, int) or self.nsplit < 1):
             raise InvalidArgumentError(
                 f"nsplit is {self.nsplit!r}; it must be an integer of at least 1, or None to have it chosen."
@@ -126,12 +134,13 @@ class MmaWideConfig:
         return _WARP * self.row_groups * self.column_warps
 
     def defines(self) -> dict[str, int]:
-        """Return ROW_GROUPS, COLUMN_WARPS, STAGES and LOOKAHEAD."""
+        """Return ROW_GROUPS, COLUMN_WARPS, STAGES, LOOKAHEAD and REFILL_AT."""
         return {
             "ROW_GROUPS": self.row_groups,
             "COLUMN_WARPS": self.column_warps,
             "STAGES": self.stages,
             "LOOKAHEAD": self.lookahead,
+            "REFILL_AT": self.refill_at,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
@@ -145,10 +154,10 @@ class MmaWideConfig:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-ROWS_64: Final = MmaWideConfig(row_groups=4, column_warps=2, lookahead=1)
+ROWS_64: Final = MmaWideConfig(row_groups=4, column_warps=2, lookahead=1, refill_at=9)
 """Row tiles of 64: 91,344 bytes, 255 registers."""
 
-ROWS_32: Final = MmaWideConfig(row_groups=2, column_warps=4, lookahead=2)
+ROWS_32: Final = MmaWideConfig(row_groups=2, column_warps=4, lookahead=3, refill_at=2)
 """Row tiles of 32: 91,344 bytes, under 200 registers."""
 
 

@@ -48,6 +48,7 @@ def mla_verify(
     max_kv_len: int | None = None,
     kernel: str | None = None,
     tiles: Any = None,
+    budget: str | None = None,
     validate: bool = True,
 ) -> tuple[Array, Array]:
     """Attend the draft tokens of each request to its MLA cache, in float64.
@@ -98,7 +99,7 @@ def mla_verify(
         Dtype of a new `out`; float64 by default.
     max_q_len, max_kv_len : int, optional
         Upper bounds of the lengths; a request beyond them is refused.
-    kernel, tiles, validate
+    kernel, tiles, budget, validate
         Accepted so that the arguments of one call fit; they choose how the library computes, and
         the oracle has one way. It always validates.
 
@@ -212,7 +213,7 @@ class _Cache:
         parts = [_as_pages(part) for part in _parts("kv_cache", kv_cache)]
         stored, held = parts[0].shape[:2]
         if page_size is None:
-            page_size = stored if dense and batch == 1 and held == 1 else held
+            page_size = held
         elif isinstance(page_size, bool) or not isinstance(page_size, (int, np.integer)) or page_size < 1:
             raise InvalidArgumentError(f"page_size is {page_size!r}; it must be a positive integer.")
         if held not in (1, page_size):
@@ -223,6 +224,8 @@ class _Cache:
             raise ShapeError(
                 f"kv_cache has {stored * held} slots, no multiple of page_size {page_size}: it must hold whole pages."
             )
+        if dense and batch == 1 and held == page_size == 1:
+            page_size = stored  # the slots of the only request, in order
         cache = cls(parts, int(page_size))
         if dense and cache.num_pages < batch:
             raise InvalidArgumentError(
@@ -402,8 +405,9 @@ def _lengths(name: str, array: Any) -> Int64s:
 
 def _finite(name: str, value: Any) -> float:
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        # float() would also read digits out of a text.
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise InvalidArgumentError(f"{name} is {value!r}; it must be a finite number.")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from mlaflash.checks import finite, integer
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, to_host
 from mlaflash.masks import TreeMask
@@ -17,7 +18,7 @@ from mlaflash.params import DL, DR, DTYPE_CODES, MASK_CODES, D
 View = Callable[[str, Any], ArrayView]
 
 _IDS = ("int32", "int64")
-_INT31 = 2**31
+_LEAST_CAP = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,14 @@ class Rows:
     def rope_ptr(self) -> int:
         """Address of the first rope element."""
         return self.rope.ptr + (DL * self.rope.itemsize if self.fused else 0)
+
+    def is_contiguous(self) -> bool:
+        """Whether the rope columns of every row follow its latent ones in memory, in one array or in two views of one."""
+        if self.rope_ptr != self.latent_ptr + DL * self.latent.itemsize:
+            return False
+        # An axis of length 1 is never stepped along.
+        steps = zip(self.latent.strides[:-1], self.rope.strides[:-1], self.shape, strict=True)
+        return all(latent == rope for latent, rope, length in steps if length > 1)
 
     def is_aligned(self) -> bool:
         """Whether every row starts on 16 bytes, as 128-bit loads need."""
@@ -123,6 +132,11 @@ class Problem:
     def out_shape(self) -> tuple[int, ...]:
         """Shape of out; lse has all axes but the last."""
         return (*self.q.shape, DL)
+
+    @property
+    def is_split_kv(self) -> bool:
+        """Whether a row of the cache lies in two places, latent and rope columns apart."""
+        return not self.kv.is_contiguous()
 
     @property
     def is_dense(self) -> bool:
@@ -197,7 +211,13 @@ class Problem:
         if num_heads < 1:
             raise ShapeError("q has 0 heads; at least 1 is needed.")
 
+        if max_q_len is not None:
+            max_q_len = integer("max_q_len", max_q_len, 0)
+        if page_size is not None:
+            page_size = integer("page_size", page_size, 1)
         indptr, max_q = _query_lengths(view, q_rows, qo_indptr, batch, num_tokens, max_q_len)
+        if len(q_rows.shape) == 3:
+            q_rows = _step_over_requests(q_rows)
         pages, size, strides, rope_strides = _pages(kv_rows, page_size)
         if batch == 1 and size == 1 and kv_indices is None and block_table is None:
             pages, size = 1, pages  # the slots of the only request, in order
@@ -212,6 +232,11 @@ class Problem:
                 )
             ids_bound += max_q
         mode, words, columns = _mask(view, mask, num_tokens)
+        if mode == "tree" and tail_lens is None and indptr is None and max_q > columns:
+            raise InvalidArgumentError(
+                f"mask has {columns} columns (max_q) and every request {max_q} query tokens; a column for each is "
+                "needed. Make the mask wider, or give tail_lens."
+            )
         tails = None
         if tail_lens is not None:
             if mode != "tree":
@@ -237,11 +262,11 @@ class Problem:
             batch=batch,
             max_q_len=max_q,
             num_pages=pages,
-            page_size=size,
+            page_size=max(size, 1),  # pages of 0 tokens are legal where no token is read from the cache
             max_kv_len=_bound(max_kv_len, ids_bound),
             page_strides=strides,
             page_rope_strides=rope_strides,
-            sm_scale=_finite("sm_scale", sm_scale),
+            sm_scale=finite("sm_scale", sm_scale),
             logit_cap=_cap(logit_cap),
             out_dtype=_out_dtype(out_dtype, q_rows.dtype),
         )
@@ -334,11 +359,7 @@ def _query_lengths(
             )
         return None, num_tokens // max(batch, 1)
     indptr = _vector(view, "qo_indptr", qo_indptr, ("int32",), batch + 1)
-    if max_q_len is None:
-        return indptr, num_tokens
-    if max_q_len < 0:
-        raise InvalidArgumentError(f"max_q_len is {max_q_len}; it must be at least 0.")
-    return indptr, min(max_q_len, num_tokens)
+    return indptr, num_tokens if max_q_len is None else min(max_q_len, num_tokens)
 
 
 def _check_flattens(q: Rows) -> None:
@@ -351,14 +372,22 @@ def _check_flattens(q: Rows) -> None:
             )
 
 
+def _step_over_requests(q: Rows) -> Rows:
+    """Give an axis S of length 1 the stride from request to request: kernels step over tokens with the stride of S."""
+    if q.shape[1] != 1:
+        return q
+    latent, rope = (
+        replace(array, strides=(array.strides[0], array.strides[0], *array.strides[2:])) for array in (q.latent, q.rope)
+    )
+    return replace(q, latent=latent, rope=rope)
+
+
 def _pages(kv: Rows, page_size: int | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
     if len(kv.shape) == 3 and kv.shape[2] != 1:
         raise ShapeError(
             f"kv_cache has shape {(*kv.shape, D)}; a fourth axis counts KV heads, of which MLA has 1: (pages, "
             "page_size, 1, 576)."
         )
-    if page_size is not None and (not isinstance(page_size, int) or page_size < 1):
-        raise InvalidArgumentError(f"page_size is {page_size!r}; it must be an integer of at least 1.")
     if len(kv.shape) == 1 or (kv.shape[1] == 1 and page_size is not None):
         size = 1 if page_size is None else page_size
         if kv.shape[0] % size:
@@ -433,35 +462,28 @@ def _mask(view: View, mask: Any, num_tokens: int) -> tuple[str, ArrayView | None
     )
 
 
-def _finite(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be a finite number.") from None
-    if not math.isfinite(number):
-        raise InvalidArgumentError(f"{name} is {number}; it must be finite.")
-    return number
-
-
 def _cap(value: Any) -> float:
-    number = _finite("logit_cap", value)
-    if number < 0:
-        raise InvalidArgumentError(f"logit_cap is {number}; it must be positive, or 0 for no soft-cap.")
+    number = finite("logit_cap", value)
+    if number != 0 and number < _LEAST_CAP:
+        raise InvalidArgumentError(
+            f"logit_cap is {number}; it must be at least {_LEAST_CAP:.3g}, or 0 for no soft-cap."
+        )
     return number
 
 
 def _bound(max_kv_len: int | None, ids_bound: int) -> int:
     if max_kv_len is None:
         return ids_bound
-    if isinstance(max_kv_len, bool) or not isinstance(max_kv_len, int | np.integer) or max_kv_len < 0:
-        raise InvalidArgumentError(f"max_kv_len is {max_kv_len!r}; it must be an integer of at least 0.")
-    return min(int(max_kv_len), ids_bound)
+    return min(integer("max_kv_len", max_kv_len, 0), ids_bound)
 
 
 def _out_dtype(value: Any, q_dtype: str) -> str:
     if value is None:
         return q_dtype
-    name = value if isinstance(value, str) else np.dtype(value).name
+    try:
+        name = value if isinstance(value, str) else np.dtype(value).name
+    except TypeError:
+        name = ""
     if name not in DTYPE_CODES:
         raise UnsupportedError(f"out_dtype is {value!r}; allowed are {', '.join(DTYPE_CODES)}.")
     return name

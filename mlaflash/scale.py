@@ -2,6 +2,7 @@
 
 import math
 
+from mlaflash.checks import finite, integer
 from mlaflash.errors import InvalidArgumentError
 
 
@@ -53,16 +54,14 @@ def yarn_sm_scale(
         ("qk_nope_head_dim", qk_nope_head_dim),
         ("qk_rope_head_dim", qk_rope_head_dim),
     ):
-        if isinstance(width, bool) or not isinstance(width, int) or width <= 0:
-            raise InvalidArgumentError(
-                f"{name} is {width!r}; it must be a positive integer: take it from the model's config.json."
-            )
-    if not (math.isfinite(factor) and factor > 0):
+        integer(name, width, 1)
+    factor, mscale_all_dim = finite("factor", factor), finite("mscale_all_dim", mscale_all_dim)
+    if factor <= 0:
         raise InvalidArgumentError(
             f"factor is {factor!r}; it must be positive and finite: take rope_scaling.factor from"
             " the model's config.json."
         )
-    if not (math.isfinite(mscale_all_dim) and mscale_all_dim >= 0):
+    if mscale_all_dim < 0:
         raise InvalidArgumentError(
             f"mscale_all_dim is {mscale_all_dim!r}; it must be finite and not negative: take"
             " rope_scaling.mscale_all_dim from the model's config.json."

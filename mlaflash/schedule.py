@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from mlaflash import combine
+from mlaflash import combine, cost
 from mlaflash.device import Device
 from mlaflash.errors import InvalidArgumentError, UnsupportedError
 from mlaflash.interop import ArrayView
+from mlaflash.mma_tiles import MAX_TAIL_LEN, NARROW, ROWS_32, ROWS_64, MmaNarrowConfig, MmaWideConfig, feature_defines
 from mlaflash.params import MASK_CODES, new_params, page_divisor
 from mlaflash.problem import Problem
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines
 
-KERNELS = ("naive", "tile")
+MMA_KERNELS = ("mma_narrow", "mma_wide")
+KERNELS = ("naive", "tile", *MMA_KERNELS)
 
 NAIVE_SCORES_LIMIT = 1 << 30
 """Largest workspace of `naive` in bytes: it keeps a float32 score for each row and KV token."""
 
 _TOKENS_PER_SPLIT = 64
 _WAVES = 2
+_MAX_STRIDE = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def plan(
     device : Device
         Its limits count; a budget's too.
     kernel : str or None
-        ``"naive"`` or ``"tile"``; None chooses.
+        One of `KERNELS`; None chooses: a tensor-core kernel where the problem allows one, else `tile`.
     tiles : KernelConfig or None
         Constants of the kernel; None takes the defaults.
 
@@ -128,23 +131,45 @@ def plan(
         return _plan_naive(problem, config)
     if isinstance(config, TileConfig):
         return _plan_tile(problem, config, device)
+    if isinstance(config, MmaNarrowConfig | MmaWideConfig):
+        return _plan_mma(problem, config, device)
     raise UnsupportedError(f"kernel {config.kernel!r} is not one of {', '.join(KERNELS)}.")
 
 
 def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, device: Device) -> KernelConfig:
-    name = kernel if kernel not in (None, "auto") else (tiles.kernel if tiles is not None else "tile")
-    if name not in KERNELS:
+    name = kernel if kernel != "auto" else None
+    if name is not None and name not in KERNELS:
         raise UnsupportedError(f"kernel is {name!r}; allowed are {', '.join(KERNELS)}, or None to have it chosen.")
     if tiles is not None:
-        if not isinstance(tiles, KernelConfig) or tiles.kernel != name:
+        if not isinstance(tiles, KernelConfig) or name not in (None, tiles.kernel):
             raise InvalidArgumentError(
                 f"tiles is {tiles!r} and kernel is {name!r}; the tiles must be those of the kernel. Leave one out."
             )
         return tiles
     if name == "naive":
         return NaiveConfig()
+    if name == "mma_narrow":
+        return NARROW
+    if name == "mma_wide":
+        return ROWS_32 if problem.max_q_len * problem.num_heads <= ROWS_32.rows else ROWS_64
+    if name is None and mma_refusal(problem) is None:
+        choice = _mma_choice(problem, device)
+        return replace(choice.config, nsplit=choice.num_splits)
     large = TileConfig(tk=32)
     return large if large.shared_bytes(problem.dtype) <= device.shared_per_block else TileConfig()
+
+
+def _mma_choice(problem: Problem, device: Device, row_tile: int | None = None) -> cost.Choice:
+    rows = max(1, problem.max_q_len * problem.num_heads)
+    partial_bytes = 4 if problem.out_dtype == "float32" else 2
+    return cost.choose(
+        rows,
+        max(1, problem.batch),
+        problem.max_kv_len,
+        device,
+        partial_bytes=partial_bytes,
+        row_tile=row_tile,
+    )
 
 
 def _plan_naive(problem: Problem, config: NaiveConfig) -> Schedule:
@@ -177,6 +202,43 @@ def _plan_tile(problem: Problem, config: TileConfig, device: Device) -> Schedule
         config.shared_bytes(problem.dtype),
     )
     return with_combine(problem, config, launch, splits, "float32")
+
+
+def mma_refusal(problem: Problem) -> str | None:
+    """Say why no tensor-core kernel takes a problem; None where one does.
+
+    Parameters
+    ----------
+    problem : Problem
+    """
+    if problem.dtype == "float32":
+        return "q is float32; the tensor cores take bfloat16 and float16"
+    if not problem.is_aligned:
+        return "a row of q, kv_cache or new_kv does not start on 16 bytes, which asynchronous copies need"
+    if problem.mask_columns > MAX_TAIL_LEN:
+        return f"the TreeMask has {problem.mask_columns} columns; at most {MAX_TAIL_LEN} fit a block's shared memory"
+    if max(*problem.page_strides, *problem.page_rope_strides) > _MAX_STRIDE:
+        return f"kv_cache has a stride of more than {_MAX_STRIDE} elements; the kernels keep strides in 32 bits"
+    return None
+
+
+def _plan_mma(problem: Problem, config: MmaNarrowConfig | MmaWideConfig, device: Device) -> Schedule:
+    refusal = mma_refusal(problem)
+    if refusal is not None:
+        raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}. Use kernel='tile'.")
+    row_tiles = -(-problem.max_q_len * problem.num_heads // config.rows)
+    splits = config.nsplit or _mma_choice(problem, device, config.rows).num_splits
+    # Halved traffic between the kernels; a 16-bit result rounds to the same precision in any case.
+    partial_dtype = problem.out_dtype
+    features = feature_defines(problem.logit_cap, problem.new_kv is not None, problem.is_split_kv)
+    launch = Launch(
+        config.kernel,
+        dtype_defines(problem.dtype, problem.out_dtype, partial_dtype) | config.defines() | features,
+        (row_tiles, splits, problem.batch),
+        config.threads,
+        config.shared_bytes(problem.dtype),
+    )
+    return with_combine(problem, config, launch, splits, partial_dtype)
 
 
 def default_splits(blocks: int, max_kv_len: int, device: Device) -> int:

@@ -35,7 +35,7 @@ class Settings:
     ----------
     cache_dir : str or None
         ``MLAFLASH_CACHE_DIR``: folder of compiled kernels; None is the platform's own, the empty
-        string is no cache on disk.
+        string is no cache on disk. Neither is there one where the platform knows no home folder.
     log : str
         ``MLAFLASH_LOG``: ``warning``, ``info`` or ``debug``. It never changes what is compiled.
     disable_jit : bool
@@ -58,10 +58,28 @@ class Settings:
 
     @property
     def cache_path(self) -> Path | None:
-        """Folder of compiled kernels, which may not exist yet; None without a cache on disk."""
+        """Folder of compiled kernels, which may not exist yet; None without a cache on disk.
+
+        Absolute: a loader looks for a bare file name elsewhere, and a program may change its folder.
+
+        Raises
+        ------
+        InvalidArgumentError
+            ``MLAFLASH_CACHE_DIR`` begins with a ``~`` that stands for no folder.
+        """
+        if self.cache_dir == "":
+            return None
         if self.cache_dir is None:
-            return platformdirs.user_cache_path("mlaflash", appauthor=False)
-        return Path(self.cache_dir).expanduser() if self.cache_dir else None
+            path = platformdirs.user_cache_path("mlaflash", appauthor=False)
+            # A user without a home, as in many containers, would get a folder of that name wherever the process is.
+            return None if path.parts[0].startswith("~") else path.absolute()
+        try:
+            return Path(self.cache_dir).expanduser().absolute()
+        except RuntimeError as error:
+            raise InvalidArgumentError(
+                f"MLAFLASH_CACHE_DIR is {self.cache_dir!r}, and there is no such home folder. Set it to a folder, or "
+                "to the empty string for no cache on disk."
+            ) from error
 
 
 def settings() -> Settings:

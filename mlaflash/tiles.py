@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from mlaflash.device import Device
 from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.params import DTYPE_CODES, D
@@ -96,15 +98,18 @@ class TileConfig:
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `check_shared`."""
+        for name in ("ht", "tk", "nsplit"):
+            if isinstance(getattr(self, name), np.integer):
+                object.__setattr__(self, name, int(getattr(self, name)))
         for name in ("ht", "tk"):
             value = getattr(self, name)
             most = MAX_HT if name == "ht" else MAX_TK
-            if not isinstance(value, int) or value < 1 or value & (value - 1) or value > most:
+            if type(value) is not int or value < 1 or value & (value - 1) or value > most:
                 raise TileError(
                     f"{name} is {value!r}; it must be a positive power of two of at most {most}. Use ht=8 and tk=16 "
                     "to begin with."
                 )
-        if self.nsplit is not None and (not isinstance(self.nsplit, int) or self.nsplit < 1):
+        if self.nsplit is not None and (type(self.nsplit) is not int or self.nsplit < 1):
             raise InvalidArgumentError(
                 f"nsplit is {self.nsplit!r}; it must be an integer of at least 1, or None to have it chosen."
             )

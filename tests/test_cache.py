@@ -180,7 +180,7 @@ def refuse(*args, **kwargs):
 
 @pytest.mark.parametrize("step", ["os.replace", "pathlib.Path.mkdir", "CubinCache._publish"])
 @pytest.mark.usefixtures("toy_kernels")
-def test_an_unwritable_folder_is_one_warning_and_the_kernels_stay_in_memory(folder, monkeypatch, caplog, step):
+def test_g2_an_unwritable_folder_is_one_warning_and_the_kernels_stay_in_memory(folder, monkeypatch, caplog, step):
     monkeypatch.setattr(step.replace("CubinCache", "mlaflash.jit.cache.CubinCache"), refuse)
     with caplog.at_level(logging.WARNING, logger="mlaflash"):
         first = compile_cached("toy", {"FACTOR": 3}, "sm_90")
@@ -331,7 +331,7 @@ def start_worker(root: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def test_eight_processes_on_an_empty_cache_all_succeed(toy_root, folder):
+def test_g1_eight_processes_on_an_empty_cache_all_succeed(toy_root, folder):
     workers = [start_worker(toy_root, folder, "wait") for _ in range(8)]
     for worker in workers:
         worker.stdin.close()

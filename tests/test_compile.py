@@ -46,7 +46,7 @@ def test_line_tables_are_there_when_asked_for():
     assert b".debug_line" not in plain.cubin
 
 
-def test_no_header_of_the_cuda_toolkit_is_used(toy_kernels):
+def test_g5_no_header_of_the_cuda_toolkit_is_used(toy_kernels):
     """A kernel gets our headers alone: one from the toolkit, installed or not, is not found."""
     path = toy_kernels / "toy.cu"
     path.write_text("#include <cuda_fp16.h>\n" + path.read_text())

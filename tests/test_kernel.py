@@ -62,7 +62,7 @@ def test_static_shared_memory_counts(fake_hopper, toy_kernels):
 
 
 @pytest.mark.parametrize("arch", ["sm_120", "sm_80", "sm_120a"])
-def test_a_kernel_for_another_architecture_is_refused_before_anything_is_compiled(fake_hopper, arch):
+def test_g9_a_kernel_for_another_architecture_is_refused_before_anything_is_compiled(fake_hopper, arch):
     compiled_before = stats().compiled
     with pytest.raises(UnsupportedError, match=rf"'{arch}'.*9\.0.*sm_90"):
         load("toy", {"FACTOR": 2}, replace(fake_hopper, arch=arch), 0)

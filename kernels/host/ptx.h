@@ -35,12 +35,14 @@ DEVICE u32 shared_base() { return emulator::SHARED_BASE; }
 // --- global memory -------------------------------------------------------------------------------------------------
 DEVICE u16 ld_global_u16(const void* ptr, SITE) { return emulator::load_global<u16>(ptr, site); }
 DEVICE u32 ld_global_u32(const void* ptr, SITE) { return emulator::load_global<u32>(ptr, site); }
+DEVICE u32 ld_global_early_u32(const void* ptr, SITE) { return emulator::load_global<u32>(ptr, site); }
 DEVICE u64 ld_global_u64(const void* ptr, SITE) { return emulator::load_global<u64>(ptr, site); }
 DEVICE float ld_global_f32(const void* ptr, SITE) { return emulator::load_global<float>(ptr, site); }
 DEVICE u32x2 ld_global_u32x2(const void* ptr, SITE) { return emulator::load_global<u32x2>(ptr, site); }
 DEVICE u32x4 ld_global_u32x4(const void* ptr, SITE) { return emulator::load_global<u32x4>(ptr, site); }
 DEVICE f32x2 ld_global_f32x2(const void* ptr, SITE) { return emulator::load_global<f32x2>(ptr, site); }
 DEVICE f32x4 ld_global_f32x4(const void* ptr, SITE) { return emulator::load_global<f32x4>(ptr, site); }
+DEVICE u32 ld_global_nc_u32(const void* ptr, SITE) { return emulator::load_global<u32>(ptr, site); }
 DEVICE u32 ld_global_cg_u32(const void* ptr, SITE) { return emulator::load_global_coherent<u32>(ptr, site); }
 DEVICE float ld_global_cg_f32(const void* ptr, SITE) { return emulator::load_global_coherent<float>(ptr, site); }
 DEVICE u32x2 ld_global_cg_u32x2(const void* ptr, SITE) { return emulator::load_global_coherent<u32x2>(ptr, site); }
@@ -151,6 +153,7 @@ DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 DEVICE i64 mad_wide_i32(i32 a, i32 b, i64 c) { return (i64)a * b + c; }
 DEVICE u32 keep_in_register(u32 v) { return v; }
+DEVICE u32 use_here(u32 v) { return v; }
 DEVICE float as_f32(u32 bits) { return emulator::bits_to_f32(bits); }
 DEVICE u32 as_u32(float v) { return emulator::f32_to_bits(v); }
 DEVICE u32 pack_bf16x2(float lo, float hi) {

@@ -12,7 +12,7 @@ struct Request {
 };
 
 struct KvRow {
-  const u8* c;  // 512 latent elements; null: the token is not visible and must not be read
+  const u8* c;   // 512 latent elements; null: the token is not visible and must not be read
   const u8* pe;  // 64 rope elements
 };
 
@@ -20,28 +20,29 @@ DEVICE i64 load_id(const void* ids, bool wide, i64 index) {
   return wide ? (i64)ld_global_u64((const u64*)ids + index) : (i64)(i32)ld_global_u32((const u32*)ids + index);
 }
 
-// All loads come before the first use of one: every block starts with this, and waits for memory once.
+// All loads come before the first use of one: every block starts with this, and waits for memory once. Where an array
+// is missing, the address of another one is read in its place, because a branch would end the run of loads.
 DEVICE Request load_request(const VerifyParams& p, int index) {
-  i32 q_begin = index * p.max_q_len, q_end = q_begin + p.max_q_len, tail_len = 0;
-  u32 id_begin = 0, id_begin_high = 0;
-  if (p.qo_indptr) {
-    q_begin = (i32)ld_global_u32(p.qo_indptr + index);
-    q_end = (i32)ld_global_u32(p.qo_indptr + index + 1);
-  }
-  const i32 kv_len = (i32)ld_global_u32(p.kv_lens + index);
-  if (p.tail_lens) tail_len = (i32)ld_global_u32(p.tail_lens + index);
-  if (p.kv_indptr) {
-    const u32* offset = (const u32*)p.kv_indptr + (p.wide_indptr ? 2 * (i64)index : index);
-    id_begin = ld_global_u32(offset);
-    if (p.wide_indptr) id_begin_high = ld_global_u32(offset + 1);
-  }
+  const u32* kv_lens = (const u32*)p.kv_lens + index;
+  const u32* qo_indptr = p.qo_indptr ? (const u32*)p.qo_indptr + index : kv_lens;
+  const u32* tail_lens = p.tail_lens ? (const u32*)p.tail_lens + index : kv_lens;
+  const u32* kv_indptr = p.kv_indptr ? (const u32*)p.kv_indptr + ((i64)index << p.wide_indptr) : kv_lens;
+  const i32 kv_len = (i32)ld_global_early_u32(kv_lens);
+  const i32 q_begin = (i32)ld_global_early_u32(qo_indptr),
+            q_end = (i32)ld_global_early_u32(p.qo_indptr ? qo_indptr + 1 : qo_indptr);
+  const i32 tail_len = (i32)ld_global_early_u32(tail_lens);
+  const u32 id_begin = ld_global_early_u32(kv_indptr),
+            id_begin_high = ld_global_early_u32(p.wide_indptr ? kv_indptr + 1 : kv_indptr);
   Request r;
   r.index = index;
-  r.q_begin = q_begin;
-  r.q_len = q_end - q_begin;
+  r.id_begin = p.wide_indptr ? (i64)((u64)id_begin_high << 32 | id_begin) : (i64)(i32)id_begin;
+  if (!p.kv_indptr) r.id_begin = index * p.block_table_stride;
+  r.q_begin = p.qo_indptr ? q_begin : index * p.max_q_len;
+  r.q_len = p.qo_indptr ? q_end - q_begin : p.max_q_len;
+  // None of these is negative. The question keeps their loads from sinking below the branches that q_len decides.
+  if ((r.id_begin | kv_len | tail_len) < 0) r.q_len = 0;
   r.kv_len = kv_len;
   r.tail_len = p.tail_lens ? tail_len : r.q_len;
-  r.id_begin = p.kv_indptr ? (i64)((u64)id_begin_high << 32 | id_begin) : index * p.block_table_stride;
   return r;
 }
 
@@ -52,8 +53,10 @@ DEVICE Request find_request(const VerifyParams& p, int token) {
   int lo = 0, hi = p.batch - 1;
   while (lo < hi) {
     const int mid = (lo + hi + 1) >> 1;
-    if ((i32)ld_global_u32(p.qo_indptr + mid) <= token) lo = mid;
-    else hi = mid - 1;
+    if ((i32)ld_global_u32(p.qo_indptr + mid) <= token)
+      lo = mid;
+    else
+      hi = mid - 1;
   }
   return load_request(p, lo);
 }

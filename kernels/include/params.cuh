@@ -92,12 +92,15 @@ constexpr int ROW_GROUPS = MLAFLASH_ROW_GROUPS;
 #ifdef MLAFLASH_COLUMN_WARPS
 constexpr int COLUMN_WARPS = MLAFLASH_COLUMN_WARPS;
 #endif
-// Tiles in the KV ring, and how many ldmatrix a warp issues ahead of the products that use them.
+// Tiles in the KV ring; how many ldmatrix a warp issues ahead of the products that use them; before which product it refills the ring.
 #ifdef MLAFLASH_STAGES
 constexpr int STAGES = MLAFLASH_STAGES;
 #endif
 #ifdef MLAFLASH_LOOKAHEAD
 constexpr int LOOKAHEAD = MLAFLASH_LOOKAHEAD;
+#endif
+#ifdef MLAFLASH_REFILL_AT
+constexpr int REFILL_AT = MLAFLASH_REFILL_AT;
 #endif
 
 // Tensor-core kernels. SOFT_CAP 1: logit_cap is positive. NEW_KV 1: new_kv_c and new_k_pe hold the last q_len tokens.

@@ -43,6 +43,18 @@ DEVICE u32x2 ld_global_u32x2(const void* ptr) { return *(const u32x2*)ptr; }
 DEVICE u32x4 ld_global_u32x4(const void* ptr) { return *(const u32x4*)ptr; }
 DEVICE f32x2 ld_global_f32x2(const void* ptr) { return *(const f32x2*)ptr; }
 DEVICE f32x4 ld_global_f32x4(const void* ptr) { return *(const f32x4*)ptr; }
+// Is issued where it stands: the compiler sinks other loads below the branch that decides whether they are needed.
+DEVICE u32 ld_global_early_u32(const void* ptr) {
+  u32 v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");
+  return v;
+}
+// Of data that nobody writes while the kernel runs, by an address that need not be traced to a kernel argument.
+DEVICE u32 ld_global_nc_u32(const void* ptr) {
+  u32 v;
+  asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(ptr));
+  return v;
+}
 // Bypasses L1: data that another block or the previous kernel wrote.
 DEVICE u32 ld_global_cg_u32(const void* ptr) {
   u32 v;
@@ -235,6 +247,11 @@ DEVICE u32 shfl_xor_u32(u32 v, int lane_mask) { return __shfl_xor_sync(0xfffffff
 DEVICE u32 shfl_u32(u32 v, int src_lane) { return __shfl_sync(0xffffffffu, v, src_lane); }
 DEVICE u64 shfl_u64(u64 v, int src_lane) { return __shfl_sync(0xffffffffu, v, src_lane); }
 DEVICE float shfl_f32(float v, int src_lane) { return __shfl_sync(0xffffffffu, v, src_lane); }
+// The same value, of which the compiler's front end no longer knows how it came about: it does not compute it again elsewhere.
+DEVICE u32 keep_in_register(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 // The same value, which all lanes hold alike: the compiler then knows, and keeps it in a uniform register.
 DEVICE u32 make_uniform(u32 v) {
   u32 r;
@@ -300,11 +317,6 @@ DEVICE i64 mad_wide_i32(i32 a, i32 b, i64 c) {
   i64 r;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(r) : "r"(a), "r"(b), "l"(c));
   return r;
-}
-// The same value, of which the compiler does not know how to compute it again: it stays in its register.
-DEVICE u32 keep_in_register(u32 v) {
-  asm volatile("" : "+r"(v));
-  return v;
 }
 DEVICE float as_f32(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 as_u32(float v) { return __float_as_uint(v); }

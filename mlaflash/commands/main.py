@@ -12,7 +12,7 @@ from mlaflash.commands.cache import cache
 from mlaflash.commands.check import check
 from mlaflash.commands.compile import compile_
 from mlaflash.commands.info import info
-from mlaflash.commands.options import exit_status
+from mlaflash.commands.options import FAILED, exit_status
 from mlaflash.commands.sweep import sweep
 from mlaflash.errors import MlaFlashError
 
@@ -26,6 +26,9 @@ class _Group(click.Group):
         except MlaFlashError as error:
             render.error(str(error))
             ctx.exit(exit_status(error))
+        except MemoryError as error:
+            render.error(f"there is not enough memory ({error}). Use a smaller problem.")
+            ctx.exit(FAILED)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -52,7 +52,7 @@ _FAILURES = ("wrong", "compile_failed", "launch_failed")
     "kernels",
     type=click.Choice(tuple(SPACES)),
     multiple=True,
-    help=f"Kernel to sweep (repeatable; default {', '.join(swept_kernels())}).",
+    help="Kernel to sweep (repeatable; default those that have the constants given and take --dtype).",
 )
 @axis_options(several=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
@@ -96,8 +96,8 @@ def sweep(
     if arch is not None and device == "gpu":
         raise InvalidArgumentError(f"--arch is {arch} with --device gpu, which has its own. Leave one out.")
     target, reason = select_target("emulator" if arch else device, arch)
-    names = kernels or tuple(swept_kernels())
     chosen = given_axes(constants)
+    names = kernels or tuple(swept_kernels(dtype, list(chosen)) or swept_kernels(dtype))
     check_axes(names, list(chosen))
     configs = [config for name in names for config in SPACES[name].candidates(target.kind, chosen)]
     options = {

@@ -88,7 +88,10 @@ def find_compiler() -> tuple[str, ...]:
     """
     configured = settings().cxx
     if configured is not None:
-        command = tuple(shlex.split(configured))
+        try:
+            command = tuple(shlex.split(configured))
+        except ValueError:  # a quotation mark without its second
+            command = ()
         if command and shutil.which(command[0]):
             return command
         raise MissingDependencyError(
@@ -157,13 +160,7 @@ def compile_library(kernel: str | Path, defines: Mapping[str, int], *, options: 
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mlaflash-") as folder:
         library = Path(folder) / f"kernel{SUFFIX}"
-        result = subprocess.run(
-            [*arguments, *named, f"-I{root / 'include'}", "-o", str(library), str(path)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        result = _run([*arguments, *named, f"-I{root / 'include'}", "-o", str(library), str(path)])
         seconds = time.perf_counter() - started
         log = result.stdout + result.stderr
         if result.returncode or not library.is_file():
@@ -274,5 +271,15 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def _version(command: tuple[str, ...]) -> str:
-    result = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
+    result = _run([*command, "--version"])
     return result.stdout + result.stderr
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise MissingDependencyError(
+            f"the C++ compiler {command[0]!r} cannot be run: {error}. Set CXX to one that can, or unset it; on Debian, "
+            "apt-get install g++ (or clang) brings one."
+        ) from error

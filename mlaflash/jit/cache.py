@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlaflash.errors import InvalidArgumentError
+from mlaflash.errors import InvalidArgumentError, MlaFlashError
 from mlaflash.settings import settings
 
 SCHEMA = 1
@@ -26,6 +26,7 @@ _TEMPORARY = ".mlaflash-"
 
 _log = logging.getLogger("mlaflash")
 _warned: set[Path] = set()
+_NO_HOME = Path("~")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,14 @@ class CubinCache:
 
     def __init__(self, path: Path, *, suffix: str = ".cubin") -> None:
         for place in (path, *path.parents):
-            if place.is_dir():
+            try:
+                if place.is_dir():
+                    break
+                is_file = place.exists()
+            except OSError:
+                # A folder that this user may not look into: nothing is found there, and `put` warns.
                 break
-            if place.exists():
+            if is_file:
                 raise InvalidArgumentError(
                     f"the cache folder is {path}, but {place} is a file; a folder is needed. "
                     "Set MLAFLASH_CACHE_DIR to a folder, or to the empty string for no cache on "
@@ -145,14 +151,19 @@ class CubinCache:
     def entries(self) -> list[CacheEntry]:
         """List what is stored, by key; a file without a record is left out."""
         found = []
-        for path in sorted(self.path.glob(f"*{self.suffix}")):
+        try:
+            paths = sorted(self.path.iterdir())
+        except OSError:
+            return []
+        for path in paths:
             key = path.name.removesuffix(self.suffix)
-            record = self._record(key) if _KEY.fullmatch(key) else None
+            is_payload = path.name != key and _KEY.fullmatch(key) is not None
+            record = self._record(key) if is_payload else None
             if record is None:
                 continue
             try:
                 num_bytes = path.stat().st_size
-            except FileNotFoundError:
+            except OSError:
                 # Another process cleared the cache in between.
                 continue
             found.append(CacheEntry(key, path, num_bytes, record["info"]))
@@ -165,15 +176,37 @@ class CubinCache:
         -------
         int
             Payloads removed.
+
+        Raises
+        ------
+        MlaFlashError
+            Something could not be removed; the rest is.
         """
         removed = 0
-        for path in sorted(self.path.glob("*")):
+        kept: list[OSError] = []
+        try:
+            paths = sorted(self.path.iterdir())
+        except FileNotFoundError:
+            paths = []
+        except OSError as error:
+            paths, kept = [], [error]
+        for path in paths:
             name = path.name.removesuffix(".json")
             key = name.removesuffix(self.suffix)
             is_ours = name.endswith(self.suffix) and _KEY.fullmatch(key) is not None
-            if is_ours or name.startswith(_TEMPORARY):
+            if not (is_ours or name.startswith(_TEMPORARY)):
+                continue
+            try:
                 path.unlink(missing_ok=True)
-                removed += path.suffix == self.suffix and is_ours
+            except OSError as error:
+                kept.append(error)
+                continue
+            removed += path.suffix == self.suffix and is_ours
+        if kept:
+            raise MlaFlashError(
+                f"the cache {self.path} could not be cleared: {kept[0]}; {removed} kernels are removed. Remove the "
+                "rest as a user who may."
+            )
         return removed
 
     def payload_path(self, key: str) -> Path:
@@ -237,5 +270,14 @@ def open_cache(*, suffix: str = ".cubin") -> CubinCache | None:
     InvalidArgumentError
         The cache folder, or a folder above it, is a file.
     """
-    path = settings().cache_path
-    return None if path is None else CubinCache(path, suffix=suffix)
+    configured = settings()
+    path = configured.cache_path
+    if path is not None:
+        return CubinCache(path, suffix=suffix)
+    if configured.cache_dir is None and _NO_HOME not in _warned:
+        _warned.add(_NO_HOME)
+        _log.warning(
+            "this user has no home folder for a cache; compiled kernels last for this process only. Set "
+            "MLAFLASH_CACHE_DIR to a folder, or to the empty string for no cache."
+        )
+    return None

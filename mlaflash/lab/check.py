@@ -22,7 +22,7 @@ from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.space import SPACES, check_axes, merge_splits
 from mlaflash.lab.target import Target, built_key, no_progress, read_problem
 from mlaflash.problem import Problem
-from mlaflash.schedule import KERNELS, Launch
+from mlaflash.schedule import KERNELS, MMA_KERNELS, Launch
 from mlaflash.tiles import KernelConfig
 
 COMBINE: Final = "combine"
@@ -119,15 +119,16 @@ def select(all_cases: Sequence[Case], dtypes: Sequence[str] = (), names: Sequenc
     return kept
 
 
-def labels(kernels: Sequence[str], nsplit: int | None) -> list[str]:
+def labels(kernels: Sequence[str], nsplit: int | None, cases: Sequence[Case]) -> list[str]:
     """Choose the kernels to run.
 
     Parameters
     ----------
     kernels : sequence of str
-        Of `CHECKED`; empty is all.
+        Of `CHECKED`; empty is all that take one of the problems.
     nsplit : int or None
         Splits that were asked for: one leaves nothing to merge.
+    cases : sequence of Case
 
     Raises
     ------
@@ -136,7 +137,9 @@ def labels(kernels: Sequence[str], nsplit: int | None) -> list[str]:
     """
     if nsplit == 1 and COMBINE in kernels:
         raise InvalidArgumentError(f"nsplit is 1 and {COMBINE} merges at least 2 splits. Give 2 or more.")
-    return [label for label in kernels or CHECKED if label != COMBINE or nsplit != 1]
+    only_float32 = all(case.dtype == "float32" for case in cases)
+    able = [label for label in CHECKED if label not in MMA_KERNELS or not only_float32]
+    return [label for label in kernels or able if label != COMBINE or nsplit != 1]
 
 
 def check(

@@ -91,6 +91,11 @@ class Case:
             raise InvalidArgumentError(
                 f"q_lens is {self.q_lens} and kv_lens {self.kv_lens}; lengths must be at least 0."
             )
+        if max(self.num_tokens * self.heads, sum(self.kv_lens)) >= 2**31:
+            raise InvalidArgumentError(
+                f"the requests have {self.num_tokens} query tokens x {self.heads} heads and {sum(self.kv_lens)} KV "
+                "tokens; both must stay below 2**31. Use fewer."
+            )
         for name in ("heads", "page_size"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it must be at least 1.")

@@ -9,6 +9,8 @@ from typing import Final
 
 from mlaflash import combine
 from mlaflash.errors import InvalidArgumentError
+from mlaflash.mma_tiles import MmaNarrowConfig, MmaWideConfig
+from mlaflash.schedule import MMA_KERNELS
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, tile_candidates
 
 
@@ -42,10 +44,13 @@ class Space:
     config : callable
         Makes the kernel's configuration of one value for each axis, by name, some or all left out.
     axes : tuple of Axis
+    is_built : callable
+        Whether the kernel can be compiled for a point, given by the names of the axes; others are passed over.
     """
 
     config: Callable[..., KernelConfig]
     axes: tuple[Axis, ...]
+    is_built: Callable[[Mapping[str, int]], bool] = lambda _: True
 
     def candidates(self, device_kind: str, chosen: Mapping[str, Sequence[int]]) -> Iterator[KernelConfig]:
         """Combine all values of all axes.
@@ -64,8 +69,10 @@ class Space:
         """
         defaults = [axis.values if device_kind == "gpu" else axis.emulator_values for axis in self.axes]
         lists = [chosen.get(axis.name, default) for axis, default in zip(self.axes, defaults, strict=True)]
-        for point in itertools.product(*lists):
-            yield self.config(**{axis.name: value for axis, value in zip(self.axes, point, strict=True)})
+        for values in itertools.product(*lists):
+            point = {axis.name: value for axis, value in zip(self.axes, values, strict=True)}
+            if self.is_built(point):
+                yield self.config(**point)
 
     def change(self, config: KernelConfig, chosen: Mapping[str, int]) -> KernelConfig:
         """Take a configuration but for the values given.
@@ -80,6 +87,8 @@ class Space:
         return self.config(**values)
 
 
+_MMA_SPLITS: Final = Axis("nsplit", (1, 8, 16, 32, 64, 128), (1, 4), "Splits of the KV, a run-time number.")
+
 SPACES: Final[dict[str, Space]] = {
     "naive": Space(NaiveConfig, ()),
     "tile": Space(
@@ -90,13 +99,42 @@ SPACES: Final[dict[str, Space]] = {
             Axis("nsplit", (1, 4, 8, 16, 32, 64, 128), (1, 4), "Splits of the KV, a run-time number."),
         ),
     ),
+    "mma_narrow": Space(
+        MmaNarrowConfig,
+        (
+            Axis("kv_groups", (1, 2), (1, 2), "Groups of four warps that take turns at the KV tiles."),
+            Axis("stages", (2, 3, 4), (2, 3), "KV tiles in the ring."),
+            Axis("exchange_buffers", (1, 2), (1, 2), "Buffers for the scores that warps exchange."),
+            _MMA_SPLITS,
+        ),
+    ),
+    "mma_wide": Space(
+        MmaWideConfig,
+        (
+            Axis("row_groups", (1, 2, 4), (2, 4), "Groups of 16 rows of a block."),
+            Axis("column_warps", (2, 4), (2, 4), "Warps that share a row group's columns."),
+            Axis("stages", (4, 8), (4,), "KV tiles in the ring."),
+            Axis("lookahead", (1, 2, 3), (1, 2), "Operand loads ahead of the products."),
+            _MMA_SPLITS,
+        ),
+        lambda point: point["row_groups"] * point["column_warps"] in (4, 8) and point["stages"] >= point["row_groups"],
+    ),
 }
 """By the name of the kernel. A kernel that is added here can be swept, and gets the options of the command line."""
 
 
-def swept_kernels() -> list[str]:
-    """List the kernels that have constants to choose."""
-    return [kernel for kernel, space in SPACES.items() if space.axes]
+def swept_kernels(dtype: str | None = None, names: Sequence[str] = ()) -> list[str]:
+    """List the kernels that have constants to choose.
+
+    Parameters
+    ----------
+    dtype : str or None
+        Only those that take this element type; None is all.
+    names : sequence of str
+        Only those that have all of these axes.
+    """
+    takes = [kernel for kernel in SPACES if dtype != "float32" or kernel not in MMA_KERNELS]
+    return [kernel for kernel in takes if SPACES[kernel].axes and set(names) <= {a.name for a in SPACES[kernel].axes}]
 
 
 def all_axes() -> list[Axis]:

@@ -21,6 +21,7 @@ from mlaflash.errors import (
     InvalidArgumentError,
     LaunchError,
     MissingDependencyError,
+    MlaFlashError,
     UnsupportedError,
 )
 from mlaflash.jit import CompiledKernel, compile_cached
@@ -34,6 +35,8 @@ from mlaflash.params import DL, D
 from mlaflash.problem import Problem
 from mlaflash.schedule import Launch, Schedule
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
+
+_RECORD_START = b'{"kernel": "'
 
 Status = Literal["ok", "invalid", "compile_failed", "launch_failed", "wrong"]
 
@@ -148,8 +151,20 @@ class RecordFile:
             raise InvalidArgumentError(f"--out is {path}, which cannot be used: {error}. Name another file.") from error
 
     def append(self, record: Record) -> None:
-        """Write a record through to the operating system."""
-        self._write(record.to_json() + "\n")
+        """Write a record through to the operating system.
+
+        Raises
+        ------
+        MlaFlashError
+            It cannot be written, as on a disk that is full.
+        """
+        try:
+            self._write(record.to_json() + "\n")
+        except OSError as error:
+            raise MlaFlashError(
+                f"--out is {self.path}, and a record cannot be added to it: {error}. Make room, and run the same "
+                "command with --resume."
+            ) from error
 
     def _write(self, text: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -160,6 +175,9 @@ def _read(path: Path) -> list[Record]:
     """Read the records; an unfinished last line, which an interrupted write leaves, is cut off."""
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
+    # Any other file may lack its last newline, too, and nothing of it is ours to cut.
+    if not _RECORD_START.startswith(content[whole:][: len(_RECORD_START)]):
+        raise InvalidArgumentError(f"--out is {path}, and its last line is no record of a sweep. Name another file.")
     records = []
     for number, line in enumerate(content[:whole].splitlines(), 1):
         try:

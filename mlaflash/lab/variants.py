@@ -14,11 +14,14 @@ from mlaflash.jit import CompiledKernel, compile_cached
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.space import SPACES, merge_splits
 from mlaflash.lab.target import compiler_threads, no_progress
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64
 from mlaflash.problem import Problem
-from mlaflash.schedule import KERNELS, plan
+from mlaflash.schedule import KERNELS, MMA_KERNELS, mma_refusal, plan
 from mlaflash.tiles import KernelConfig
 
 COMPILED: Final = (*KERNELS, "combine")
+SHIPPED: Final[dict[str, tuple[KernelConfig, ...]]] = {"mma_narrow": (NARROW,), "mma_wide": (ROWS_32, ROWS_64)}
+"""Configurations that a call may choose, of the kernels that have more than one for a problem's shape."""
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
 
@@ -129,6 +132,9 @@ def variants(
         case = Case(name="variants", q_lens=(1,), kv_lens=(1,), heads=8, sm_scale=1.0, dtype=dtype)
         problem = Problem.from_arrays(numpy_view, **build(case, 0))
         for kernel in KERNELS:
+            refusal = mma_refusal(problem) if kernel in MMA_KERNELS else None
+            if refusal is not None:
+                continue  # of an element type: nothing that a user could do about it
             for config in _configs(problem, device, kernel, every_tile):
                 try:
                     launches = plan(problem, device, kernel=kernel, tiles=config).launches
@@ -204,6 +210,6 @@ def _configs(problem: Problem, device: Device, kernel: str, every_tile: bool) ->
     splits = [1, *merge_splits()]
     if every_tile:
         yield from space.candidates("gpu", {"nsplit": [1]})
-    chosen = plan(problem, device, kernel=kernel).config
-    for nsplit in splits:
-        yield space.change(chosen, {"nsplit": nsplit})
+    for shipped in SHIPPED.get(kernel) or (plan(problem, device, kernel=kernel).config,):
+        for nsplit in splits:
+            yield space.change(shipped, {"nsplit": nsplit})

@@ -1,0 +1,294 @@
+"""Choose row tile and splits of the tensor-core kernels from counts: a model of their time, no device, no measurement.
+
+One call is a split kernel and, with more than one split, a merge. A block of the split kernel walks its KV in tiles of
+16 tokens, one after the other, so with W waves of blocks
+
+    time = launch + max(W * (start + tiles of a split * time of a tile), start + bytes / bandwidth)
+
+where the first row tile of a request reads its KV from memory and the others read it from the level-2 cache.
+
+The constants of a row tile were measured on one NVIDIA H200 at 1.79 GHz (`docs/experiments.md`). They are kept in
+clocks, and what a tile needs of the tensor cores and of shared memory is counted. On other GPUs a tile takes what it
+took there, or what the counts say if that is more: a prediction, until it is measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Final
+
+from mlaflash import combine
+from mlaflash.device import Device, parse_arch
+from mlaflash.errors import InvalidArgumentError, TileError
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64, TILE, MmaNarrowConfig, MmaWideConfig
+from mlaflash.params import DL, D
+
+TOKENS_PER_SPLIT: Final = 64
+"""Fewest tokens of a split: below, starting a block costs more than its share of the KV."""
+
+_LAUNCH_US = 2.8
+_KV_ROW_BYTES = 2 * D
+_ACHIEVABLE = 0.9  # of a data sheet's bandwidth: 4.3 of the 4.8 TB/s of an H200
+_ACCURACY = 0.05  # candidates as near as this to the best one are as good for all that the model knows
+_LATER_START = 0.6  # of a block's start once another block has warmed the caches
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a GPU's model of the time depends on besides its number of multiprocessors.
+
+    Attributes
+    ----------
+    dram_gbps : float
+        Bandwidth of its memory by the data sheet, in GB/s.
+    l2_gbps : float
+        Bandwidth of reads from its level-2 cache: measured on an H200, reported for sm_120, estimated for the others.
+    sm_ghz : float
+        Clock of its multiprocessors under this load.
+    mma_clocks : float
+        Clocks that one ``mma.sync.m16n8k16`` with float32 sums occupies a multiprocessor.
+    """
+
+    dram_gbps: float
+    l2_gbps: float
+    sm_ghz: float
+    mma_clocks: float
+
+
+_SPEEDS: dict[tuple[int, int], Speed] = {
+    (8, 0): Speed(2039, 4000, 1.41, 2),
+    (8, 6): Speed(768, 2000, 1.8, 8),
+    (8, 7): Speed(204, 600, 1.3, 8),
+    (8, 9): Speed(864, 4000, 2.4, 8),
+    (9, 0): Speed(3350, 5000, 1.79, 1.51),
+    (10, 0): Speed(8000, 10000, 1.85, 2),
+    (10, 3): Speed(8000, 10000, 1.85, 2),
+    (12, 0): Speed(1792, 8700, 2.2, 4),
+    (12, 1): Speed(273, 2000, 2.4, 8),
+}
+# Cards that differ from the usual one of their architecture.
+_SPEEDS_BY_NAME = {
+    "H200": Speed(4800, 5000, 1.79, 1.51),
+    "RTX 5090": Speed(1792, 7900, 2.4, 8),
+}
+
+
+def speed_of(device: Device) -> Speed:
+    """Return the data-sheet speed of a GPU.
+
+    Parameters
+    ----------
+    device : Device
+        Its name decides, where it is listed; else its architecture, and that of the nearest older one if there is none.
+    """
+    for name, speed in _SPEEDS_BY_NAME.items():
+        if name in device.name:
+            return speed
+    capability = parse_arch(device.arch)[0]
+    return _SPEEDS[max(known for known in _SPEEDS if known <= capability)]
+
+
+@dataclass(frozen=True, slots=True)
+class RowClass:
+    """Costs of one configuration, a block an SM.
+
+    Attributes
+    ----------
+    config : MmaNarrowConfig or MmaWideConfig
+    start_us : float
+        From a block's first instruction to its first tile, and from its last to its end.
+    tile_clocks : float
+        Measured time of a tile: the chain of loads, products, exchange and softmax.
+    mma : int
+        Tensor-core instructions of a tile.
+    shared_clocks : float
+        Clocks that a tile occupies the path to shared memory.
+    """
+
+    config: MmaNarrowConfig | MmaWideConfig
+    start_us: float
+    tile_clocks: float
+    mma: int
+    shared_clocks: float
+
+
+ROW_CLASSES: Final = (
+    RowClass(NARROW, start_us=5.8, tile_clocks=832, mma=136, shared_clocks=592),
+    RowClass(ROWS_32, start_us=7.2, tile_clocks=1253, mma=272, shared_clocks=690),
+    RowClass(ROWS_64, start_us=9.8, tile_clocks=1700, mma=544, shared_clocks=1360),
+)
+"""Configurations to choose from, fewest rows first."""
+
+# Where the tensor cores are the limit, as on no GPU that was measured, the chain around them still costs some time.
+_MMA_OVERHEAD = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to launch.
+
+    Attributes
+    ----------
+    config : MmaNarrowConfig or MmaWideConfig
+        Constants of the split kernel.
+    num_splits : int
+        Splits of each request's KV; 1 writes the result directly.
+    predicted_us : float
+        Time of the whole call from a cold level-2 cache, if every request has the greatest length.
+    reasons : tuple of str
+        What decided, for people.
+    """
+
+    config: MmaNarrowConfig | MmaWideConfig
+    num_splits: int
+    predicted_us: float
+    reasons: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    rows_per_request: int,
+    batch: int,
+    max_kv_len: int,
+    device: Device,
+    *,
+    partial_bytes: int = 2,
+    max_splits: int = combine.MAX_SPLITS,
+    row_tile: int | None = None,
+    speed: Speed | None = None,
+) -> Choice:
+    """Choose the configuration and the number of splits with the least predicted time.
+
+    Of configurations that are about equally fast, the one that reads the KV least often is taken.
+
+    Parameters
+    ----------
+    rows_per_request : int
+        Most packed rows of a request: query tokens times heads.
+    batch : int
+        Requests.
+    max_kv_len : int
+        Most tokens of a request; what the page table can hold, where nobody knows better.
+    device : Device
+        Multiprocessors and limits of shared memory.
+    partial_bytes : int
+        Bytes of an element of the splits' partial outputs.
+    max_splits : int
+        Upper bound of `num_splits`.
+    row_tile : int or None
+        Packed rows of a block, where they are given; None chooses.
+    speed : Speed or None
+        None is that of the data sheet.
+
+    Returns
+    -------
+    Choice
+
+    Raises
+    ------
+    InvalidArgumentError
+        A count is below 1, `max_kv_len` below 0.
+    TileError
+        No configuration fits the device.
+    """
+    if min(rows_per_request, batch, max_splits) < 1 or max_kv_len < 0:
+        raise InvalidArgumentError(
+            f"rows_per_request is {rows_per_request}, batch {batch}, max_kv_len {max_kv_len} and max_splits "
+            f"{max_splits}; each must be at least 1, and max_kv_len at least 0."
+        )
+    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes)
+    allowed = [c for c in ROW_CLASSES if row_tile in (None, c.config.rows)]
+    if not allowed:
+        known = ", ".join(str(c.config.rows) for c in ROW_CLASSES)
+        raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
+    fitting = [c for c in allowed if c.config.shared_bytes() <= device.shared_per_block]
+    if not fitting:
+        least = min(c.config.shared_bytes() for c in allowed)
+        raise TileError(
+            f"the tensor-core kernels ask for at least {least} bytes of shared memory a block; {device.name} allows "
+            f"{device.shared_per_block}. Use kernel='tile'.",
+            shared_bytes=least,
+            shared_limit=device.shared_per_block,
+        )
+    best = [min((model.call_us(c, s), s) for s in model.split_candidates(c, max_splits)) for c in fitting]
+    bound = min(best)[0] * (1 + _ACCURACY)
+    good = [(model.row_tiles(c), us, splits, c) for c, (us, splits) in zip(fitting, best, strict=True) if us <= bound]
+    _, us, splits, row_class = min(good, key=lambda candidate: candidate[:3])
+    return Choice(row_class.config, splits, us, model.reasons(row_class, splits))
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    rows: int
+    batch: int
+    kv_len: int
+    num_sms: int
+    speed: Speed
+    partial_bytes: int
+
+    @property
+    def tiles(self) -> int:
+        return max(1, _ceil(self.kv_len, TILE))
+
+    def row_tiles(self, row_class: RowClass) -> int:
+        return _ceil(self.rows, row_class.config.rows)
+
+    def split_candidates(self, row_class: RowClass, max_splits: int) -> list[int]:
+        """Return 1, the most that is allowed, and what fills one to four waves or a part of one.
+
+        Splits are runs of equally many tiles: of the numbers that give the same run, the least leaves no split empty.
+        """
+        most = max(1, min(max_splits, self.tiles * TILE // TOKENS_PER_SPLIT))
+        blocks = self.batch * self.row_tiles(row_class)
+        wanted = {1, most} | {int(waves * self.num_sms / blocks) for waves in (0.25, 0.5, 0.75, 1, 2, 3, 4)}
+        counts = {min(max(splits, 1), most) for splits in wanted}
+        return sorted({_ceil(self.tiles, _ceil(self.tiles, splits)) for splits in counts})
+
+    def tile_us(self, row_class: RowClass) -> float:
+        tensor = _MMA_OVERHEAD * row_class.mma * self.speed.mma_clocks
+        return max(row_class.tile_clocks, tensor, row_class.shared_clocks) / self.speed.sm_ghz / 1e3
+
+    def partial_mb(self, splits: int) -> float:
+        return splits * self.batch * self.rows * DL * self.partial_bytes / 1e6
+
+    def chain_us(self, row_class: RowClass, splits: int) -> float:
+        waves = _ceil(self.batch * self.row_tiles(row_class) * splits, self.num_sms)
+        start = row_class.start_us * (1 + _LATER_START * (waves - 1))
+        return start + waves * _ceil(self.tiles, splits) * self.tile_us(row_class)
+
+    def memory_us(self, row_class: RowClass, splits: int) -> float:
+        # Row tiles of a request run side by side: all but one read from the level-2 cache, half of that time hidden.
+        kv_mb = self.batch * self.kv_len * _KV_ROW_BYTES / 1e6
+        again_mb = (self.row_tiles(row_class) - 1) * kv_mb
+        dram_us = (kv_mb + self.partial_mb(splits)) * 1e3 / (_ACHIEVABLE * self.speed.dram_gbps)
+        return row_class.start_us + dram_us + 0.5 * again_mb * 1e3 / self.speed.l2_gbps
+
+    def merge_us(self, splits: int) -> float:
+        """Return what the merge adds, launched as a dependent: latency, rounds of loads beyond the first, traffic."""
+        if splits == 1:
+            return 0.0
+        rounds = _ceil(splits, 8 * combine.split_warps(splits, self.batch * self.rows))
+        return 2.8 + 0.7 * (rounds - 1) + self.partial_mb(splits) * 1e3 / (0.7 * self.speed.dram_gbps)
+
+    def call_us(self, row_class: RowClass, splits: int) -> float:
+        return (
+            _LAUNCH_US
+            + max(self.chain_us(row_class, splits), self.memory_us(row_class, splits))
+            + self.merge_us(splits)
+        )
+
+    def reasons(self, row_class: RowClass, splits: int) -> tuple[str, ...]:
+        row_tiles = self.row_tiles(row_class)
+        blocks = self.batch * row_tiles * splits
+        chain, memory = self.chain_us(row_class, splits), self.memory_us(row_class, splits)
+        limit = "the chain of a block's tiles" if chain > memory else "memory"
+        return (
+            f"{self.rows} rows a request in {row_tiles} row tiles of {row_class.config.rows}",
+            f"{splits} splits of {_ceil(self.tiles, splits) * TILE} tokens: {blocks} blocks on {self.num_sms} SMs",
+            f"limit: {limit} (tiles {chain:.1f} us, memory {memory:.1f} us, merge {self.merge_us(splits):.1f} us)",
+        )
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
