@@ -1,15 +1,15 @@
 // combine: merges the splits' partial results into out and lse.
 //
-// out = sum_s w[s] * partial_out[s] / sum_s w[s] with w[s] = 2^(partial_lse[s] - max), lse = ln 2 * (max + log2 sum_s
-// w[s]).
+//   out = sum_s w[s] * partial_out[s] / sum_s w[s], w[s] = 2^(partial_lse[s] - max), lse = ln 2 * (max + log2 sum_s w[s])
 //
 // SPLIT_WARPS warps share the splits of one item: 128 columns of one (token, head) row, of which a lane owns 4. A block
-// is at least 4 warps: with fewer SPLIT_WARPS it has several items of the same row. Grid:   x = T * H, y = 4 / items of
-// a block. Block: 32 * max(4, SPLIT_WARPS) threads. Shared: 4,096 + 520 * max(4, SPLIT_WARPS) bytes, whatever
-// num_splits is: 1 to MAX_SPLITS, at run time. Idea:   the kernel is short, so latency decides. The first BATCH partial
-// loads of every warp are in flight before the weights
-//         are known, and each later batch is loaded while the one before it is summed. Many splits of few rows take
-//         many warps, so that one batch is all; few splits of many rows take one, which needs no sum across warps.
+// is at least 4 warps: with fewer SPLIT_WARPS it has several items of the same row.
+//
+// Grid:   x = T * H, y = 4 / items of a block. Block: 32 * max(4, SPLIT_WARPS) threads.
+// Shared: 4,096 + 520 * max(4, SPLIT_WARPS) bytes, whatever num_splits is: 1 to MAX_SPLITS, at run time.
+// Idea:   the kernel is short, so latency decides. The first BATCH partial loads of every warp are in flight before the
+//         weights are known, and each later batch is loaded while the one before it is summed. Many splits of few rows
+//         take many warps, so that one batch is all; few splits of many rows take one, which needs no sum across warps.
 // Source: the merge of split-KV decoding (Flash-Decoding). Rows of out and of the partials start on 16 bytes.
 #include "addressing.cuh"
 

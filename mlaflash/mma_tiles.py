@@ -107,7 +107,7 @@ class MmaWideConfig:
         if self.stages not in (4, 8) or self.stages < self.row_groups:
             raise TileError(f"stages is {self.stages}; it must be 4 or 8, and no less than row_groups. Use 4.")
         if self.lookahead not in (1, 2, 3):
-            raise TileError(f"lookahead is {self.lookahead}; it must be 1, 2 or 3. Use 1 for 64 rows, 2 for 32.")
+            raise TileError(f"lookahead is {self.lookahead}; it must be 1, 2 or 3. Use 1 for 64 rows, 3 for 32.")
         if not 0 <= self.refill_at <= 36 // self.column_warps:
             raise TileError(
                 f"refill_at is {self.refill_at}; with {self.column_warps} column warps a tile has "
@@ -157,7 +157,7 @@ class MmaWideConfig:
 ROWS_64: Final = MmaWideConfig(row_groups=4, column_warps=2, lookahead=1, refill_at=9)
 """Row tiles of 64: 91,344 bytes, 255 registers."""
 
-ROWS_32: Final = MmaWideConfig(row_groups=2, column_warps=4, lookahead=3, refill_at=2)
+ROWS_32: Final = MmaWideConfig(row_groups=2, column_warps=4, lookahead=3, refill_at=3)
 """Row tiles of 32: 91,344 bytes, under 200 registers."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from verify_cases import BASE, CASES, SCALE, assert_same, config_id, configs, run_and_compare
+from verify_cases import BASE, CASES, SCALE, assert_same, config_id, configs, mma_configs, run_and_compare
 
 from mlaflash import TreeMask, oracle
 from mlaflash.emulator import mla_verify
@@ -18,7 +18,7 @@ CONFIGS = list(configs())
 SPLIT = TileConfig(nsplit=3)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+@pytest.mark.parametrize("config", [*CONFIGS, *mma_configs()], ids=config_id)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_agrees_with_the_oracle(case: Case, config: KernelConfig) -> None:
     run_and_compare(mla_verify, case, config, seed=1)

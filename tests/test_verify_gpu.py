@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from verify_cases import BASE, CASES, SCALE, config_id, configs, run_and_compare
+from verify_cases import BASE, CASES, SCALE, config_id, configs, mma_configs, run_and_compare
 
 import mlaflash
 from mlaflash import Device, TreeMask, jit, oracle
@@ -34,7 +34,7 @@ def mla_verify(**arguments: Any) -> tuple[Any, Any]:
     return out.get(), lse.get()
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+@pytest.mark.parametrize("config", [*CONFIGS, *mma_configs()], ids=config_id)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_agrees_with_the_oracle(case: Case, config: KernelConfig) -> None:
     run_and_compare(mla_verify, case, config, seed=1)

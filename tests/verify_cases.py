@@ -9,6 +9,8 @@ import numpy as np
 from mlaflash import oracle
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64
+from mlaflash.schedule import MMA_KERNELS
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
 
 SCALE = 0.14468
@@ -45,7 +47,9 @@ CASES = [
 
 
 def run_and_compare(run: Any, case: Case, config: KernelConfig, seed: int, **extra: Any) -> None:
-    """Hold `run(**arguments)` against the oracle on the case's inputs."""
+    """Hold `run(**arguments)` against the oracle on the case's inputs, in bfloat16 where the kernel takes no float32."""
+    if case.dtype == "float32" and config.kernel in MMA_KERNELS:
+        case = replace(case, dtype="bfloat16")
     arguments = build(case, seed)
     expected_out, expected_lse = oracle.mla_verify(**arguments)
     out, lse = run(**arguments, **extra, kernel=config.kernel, tiles=config, validate=True)
@@ -61,6 +65,13 @@ def configs() -> Iterator[KernelConfig]:
     yield NaiveConfig()
     yield TileConfig(nsplit=1)
     yield TileConfig(nsplit=5)
+
+
+def mma_configs() -> Iterator[KernelConfig]:
+    """Return what the cost model chooses from, direct and split."""
+    for config in (NARROW, ROWS_32, ROWS_64):
+        yield replace(config, nsplit=1)
+        yield replace(config, nsplit=3)
 
 
 def config_id(config: KernelConfig) -> str:
