@@ -1,6 +1,7 @@
 // combine: merges the splits' partial results into out and lse.
 //
-//   out = sum_s w[s] * partial_out[s] / sum_s w[s], w[s] = 2^(partial_lse[s] - max), lse = ln 2 * (max + log2 sum_s w[s])
+//   w[s] = 2^(partial_lse[s] - max), out = sum_s w[s] * partial_out[s] / sum_s w[s],
+//   lse = ln 2 * (max + log2 sum_s w[s])
 //
 // SPLIT_WARPS warps share the splits of one item: 128 columns of one (token, head) row, of which a lane owns 4. A block
 // is at least 4 warps: with fewer SPLIT_WARPS it has several items of the same row.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import click
@@ -28,6 +29,11 @@ class _Group(click.Group):
             ctx.exit(exit_status(error))
         except MemoryError as error:
             render.error(f"there is not enough memory ({error}). Use a smaller problem.")
+            ctx.exit(FAILED)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # a reader that has seen enough; click ends the command quietly
+                raise
+            render.error(f"{error}. Where that is standard output, send it elsewhere.")
             ctx.exit(FAILED)
 
 

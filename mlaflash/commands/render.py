@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ _STYLES: Final = {
     "skipped": "yellow",
 }
 _GAP: Final = 2
+_USUAL_WIDTH: Final = 80
 _LEAST_FOLDED: Final = 24
 
 
@@ -198,8 +201,18 @@ def _print(console: Console, text: str, style: str = "") -> None:
 
 
 def _stdout() -> Console:
-    return Console(highlight=False, markup=False, emoji=False)
+    # A path may hold what the encoding lacks, or bytes that are no text at all: it is spelled, where stdout would refuse.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return _console(stderr=False)
 
 
 def _stderr() -> Console:
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if console.width < 1:  # COLUMNS=0, as some terminals and CI systems set it
+        console.width = _USUAL_WIDTH
+    return console
