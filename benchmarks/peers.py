@@ -18,6 +18,7 @@ import argparse
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import sys
@@ -109,7 +110,7 @@ def mlaflash_call(
     if page_size == 1:
         cache, table = problem.cache.to(dtype), problem.slots()
     q = problem.q.to(dtype)
-    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+    with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
         if mask == "tree":
             packed = TreeMask.from_parents(problem.parents.reshape(problem.batch, problem.q_len))
             words = TreeMask(cupy.asarray(packed.words), packed.max_q)
@@ -260,12 +261,15 @@ def interleaved(launches: dict[str, Launch], rounds: int, slow: set[str]) -> dic
     """Median microseconds of each, one launch of every candidate a round, each from a cold level-2 cache."""
     flush = torch.ones(2 * Device.current().l2_bytes // 4, device="cuda")
     samples: dict[str, list[float]] = {name: [] for name in launches}
+    order = random.Random(0)
     for index in range(rounds):
-        for name, launch in launches.items():
+        # In another order each time: what ran before leaves its mark on clocks and temperatures.
+        for name in order.sample(list(launches), len(launches)):
             if name in slow and index >= 3:
                 continue
+            launch = launches[name]
             start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-            for _ in range(4):  # longer than the host needs to enqueue what is timed
+            for _ in range(16):  # longer than the host needs to enqueue what is timed
                 flush.max()
             start.record()
             launch()

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from mlaflash import combine
-from mlaflash.device import Device, parse_arch
+from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64, TILE, MmaNarrowConfig, MmaWideConfig
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, TILE, MmaNarrowConfig, MmaWideConfig
 from mlaflash.params import DL, D
 
 TOKENS_PER_SPLIT: Final = 64
@@ -91,7 +91,7 @@ def speed_of(device: Device) -> Speed:
 
 @dataclass(frozen=True, slots=True)
 class RowClass:
-    """Costs of one configuration, a block an SM.
+    """Costs of one configuration.
 
     Attributes
     ----------
@@ -104,6 +104,8 @@ class RowClass:
         Tensor-core instructions of a tile.
     shared_clocks : float
         Clocks that a tile occupies the path to shared memory.
+    blocks_per_sm : int
+        Blocks that share a multiprocessor, and with it these times.
     """
 
     config: MmaNarrowConfig | MmaWideConfig
@@ -111,11 +113,13 @@ class RowClass:
     tile_clocks: float
     mma: int
     shared_clocks: float
+    blocks_per_sm: int = 1
 
 
 ROW_CLASSES: Final = (
     RowClass(NARROW, start_us=5.8, tile_clocks=832, mma=136, shared_clocks=592),
     RowClass(ROWS_32, start_us=7.2, tile_clocks=1253, mma=272, shared_clocks=690),
+    RowClass(ROWS_32_PAIR, start_us=7.2, tile_clocks=2390, mma=544, shared_clocks=1380, blocks_per_sm=2),
     RowClass(ROWS_64, start_us=9.8, tile_clocks=1700, mma=544, shared_clocks=1360),
 )
 """Configurations to choose from, fewest rows first."""
@@ -202,9 +206,9 @@ def choose(
     if not allowed:
         known = ", ".join(str(c.config.rows) for c in ROW_CLASSES)
         raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
-    fitting = [c for c in allowed if c.config.shared_bytes() <= device.shared_per_block]
+    fitting = [c for c in allowed if occupancy_blocks(c.config.shared_bytes(), device) >= c.blocks_per_sm]
     if not fitting:
-        least = min(c.config.shared_bytes() for c in allowed)
+        least = min(c.config.shared_bytes() for c in allowed if c.blocks_per_sm == 1)
         raise TileError(
             f"the tensor-core kernels ask for at least {least} bytes of shared memory a block; {device.name} allows "
             f"{device.shared_per_block}. Use kernel='tile'.",
@@ -234,6 +238,10 @@ class _Model:
     def row_tiles(self, row_class: RowClass) -> int:
         return _ceil(self.rows, row_class.config.rows)
 
+    def slots(self, row_class: RowClass) -> int:
+        """Count the blocks that run at once."""
+        return self.num_sms * row_class.blocks_per_sm
+
     def split_candidates(self, row_class: RowClass, max_splits: int) -> list[int]:
         """Return 1, the most that is allowed, and what fills one to four waves or a part of one.
 
@@ -241,7 +249,7 @@ class _Model:
         """
         most = max(1, min(max_splits, self.tiles * TILE // TOKENS_PER_SPLIT))
         blocks = self.batch * self.row_tiles(row_class)
-        wanted = {1, most} | {int(waves * self.num_sms / blocks) for waves in (0.25, 0.5, 0.75, 1, 2, 3, 4)}
+        wanted = {1, most} | {int(waves * self.slots(row_class) / blocks) for waves in (0.25, 0.5, 0.75, 1, 2, 3, 4)}
         counts = {min(max(splits, 1), most) for splits in wanted}
         return sorted({_ceil(self.tiles, _ceil(self.tiles, splits)) for splits in counts})
 
@@ -253,7 +261,7 @@ class _Model:
         return splits * self.batch * self.rows * DL * self.partial_bytes / 1e6
 
     def chain_us(self, row_class: RowClass, splits: int) -> float:
-        waves = _ceil(self.batch * self.row_tiles(row_class) * splits, self.num_sms)
+        waves = _ceil(self.batch * self.row_tiles(row_class) * splits, self.slots(row_class))
         start = row_class.start_us * (1 + _LATER_START * (waves - 1))
         return start + waves * _ceil(self.tiles, splits) * self.tile_us(row_class)
 

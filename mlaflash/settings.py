@@ -69,17 +69,19 @@ class Settings:
         """
         if self.cache_dir == "":
             return None
-        if self.cache_dir is None:
-            path = platformdirs.user_cache_path("mlaflash", appauthor=False)
-            # A user without a home, as in many containers, would get a folder of that name wherever the process is.
-            return None if path.parts[0].startswith("~") else path.absolute()
         try:
-            return Path(self.cache_dir).expanduser().absolute()
+            if self.cache_dir is not None:
+                return Path(self.cache_dir).expanduser().absolute()
+            path = platformdirs.user_cache_path("mlaflash", appauthor=False)
         except RuntimeError as error:
+            if self.cache_dir is None:  # a user without a home, as in many containers
+                return None
             raise InvalidArgumentError(
                 f"MLAFLASH_CACHE_DIR is {self.cache_dir!r}, and there is no such home folder. Set it to a folder, or "
                 "to the empty string for no cache on disk."
             ) from error
+        # Older versions of platformdirs name a folder "~", wherever the process is, in place of raising.
+        return None if path.parts[0].startswith("~") else path.absolute()
 
 
 def settings() -> Settings:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaflash.errors import CacheMissError, InvalidArgumentError
+from mlaflash.errors import CacheMissError, InvalidArgumentError, MlaFlashError
 from mlaflash.jit import cache as cache_module
 from mlaflash.jit import cached, compile_cached, stats
 from mlaflash.jit.cache import CubinCache, make_key, open_cache
@@ -49,6 +49,42 @@ def test_looking_up_makes_no_folder(cache):
     assert cache.entries() == []
     assert cache.clear() == 0
     assert not cache.path.exists()
+
+
+def test_a_folder_that_may_not_be_looked_into_is_an_empty_cache(folder, monkeypatch, caplog):
+    """As /root is for the user of a container who has inherited HOME."""
+
+    def forbidden(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    for name in ("stat", "iterdir", "mkdir", "read_bytes"):
+        monkeypatch.setattr(Path, name, forbidden)
+    cache = CubinCache(folder)
+    assert cache.get(KEY) is None
+    assert cache.entries() == []
+    with caplog.at_level(logging.WARNING, logger="mlaflash"):
+        assert not cache.put(KEY, PAYLOAD, {})
+    assert len(caplog.records) == 1
+    with pytest.raises(MlaFlashError, match="Permission denied"):
+        cache.clear()
+
+
+def test_a_folder_whose_name_is_too_long_is_an_empty_cache(tmp_path):
+    cache = CubinCache(tmp_path / ("x" * 300))
+    assert cache.get(KEY) is None
+    assert cache.entries() == []
+
+
+def test_clearing_removes_what_it_can_and_says_what_it_cannot(cache):
+    another = make_key("another", {})
+    cache.put(KEY, PAYLOAD, {})
+    cache.put(another, PAYLOAD, {})
+    first = min(KEY, another)
+    cache.payload_path(first).unlink()
+    (cache.payload_path(first) / "inside").mkdir(parents=True)
+    with pytest.raises(MlaFlashError, match=rf"{first}.*1 kernels are removed"):
+        cache.clear()
+    assert [path.name for path in cache.path.iterdir()] == [f"{first}.cubin"]
 
 
 def test_storing_again_replaces(cache):

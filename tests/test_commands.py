@@ -442,6 +442,36 @@ def test_a_cache_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     assert "MLAFLASH_CACHE_DIR" in result.stderr
 
 
+@pytest.mark.parametrize("columns", ["0", "1"])
+@pytest.mark.parametrize("arguments", [("check", *ONE_CASE), ("info",)], ids=lambda arguments: arguments[0])
+def test_a_terminal_without_a_width_ends_nothing(arguments: tuple[str, ...], columns: str) -> None:
+    assert run(*arguments, COLUMNS=columns).exit_code == 0
+
+
+def test_a_standard_output_that_cannot_be_written_to_is_an_error_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "mlaflash", "cache", "path"]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: [Errno 28]")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_path_that_the_output_cannot_spell_is_spelled_otherwise() -> None:
+    result = run("cache", "path", MLAFLASH_CACHE_DIR="/tmp/\udcff")
+    assert (result.exit_code, result.stdout) == (0, "/tmp/\\udcff\n")
+
+
+def test_too_little_memory_is_an_error_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise MemoryError("Unable to allocate 1. TiB")
+
+    monkeypatch.setattr("mlaflash.lab.check.build", refuse)
+    result = run("check", *ONE_CASE)
+    assert result.exit_code == 1
+    assert "not enough memory (Unable to allocate 1. TiB)" in result.stderr
+
+
 @pytest.mark.parametrize("columns", ["40", "50", "80"])
 def test_output_fits_the_terminal(columns: str) -> None:
     result = run("check", *ONE_CASE, COLUMNS=columns)

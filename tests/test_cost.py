@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from mlaflash import combine
 from mlaflash.cost import ROW_CLASSES, TOKENS_PER_SPLIT, Speed, choose, speed_of
-from mlaflash.device import Device
+from mlaflash.device import Device, apply_budget, occupancy_blocks
 from mlaflash.errors import InvalidArgumentError, TileError
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64
 
 H200 = replace(Device.for_arch("sm_90"), name="NVIDIA H200")
 PRO_6000 = Device.for_arch("sm_120")
@@ -53,7 +53,12 @@ def test_64_rows_over_long_kv_take_one_row_tile(kv_len):
 @pytest.mark.parametrize("device", [H200, PRO_6000], ids=lambda d: d.arch)
 @pytest.mark.parametrize(("rows", "config"), [(8, NARROW), (16, NARROW), (32, ROWS_32), (64, ROWS_64), (512, ROWS_64)])
 def test_full_batches_take_the_smallest_tile_that_holds_the_rows(rows, config, device):
-    assert choose(rows, 32, 32_768, device).config is config
+    assert choose(rows, 32, 32_768, apply_budget(device, "sm_120")).config is config
+
+
+def test_32_rows_take_two_blocks_an_sm_where_they_fit():
+    assert choose(32, 32, 32_768, H200).config is ROWS_32_PAIR
+    assert occupancy_blocks(ROWS_32_PAIR.shared_bytes(), H200) == 2
 
 
 def test_splits_fill_the_gpu_once():
@@ -138,7 +143,7 @@ def test_speed_comes_from_the_name_then_the_architecture():
 
 
 def test_configurations_that_do_not_fit_are_not_chosen():
-    least = min(c.config.shared_bytes() for c in ROW_CLASSES)
+    least = min(c.config.shared_bytes() for c in ROW_CLASSES if c.blocks_per_sm == 1)
     with pytest.raises(TileError, match=f"at least {least} bytes") as caught:
         choose(8, 1, 4096, replace(PRO_6000, shared_per_block=least - 1))
     assert (caught.value.shared_bytes, caught.value.shared_limit) == (least, least - 1)

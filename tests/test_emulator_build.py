@@ -144,6 +144,15 @@ def test_torn_library_is_compiled_again(
     assert len(calls.read_text().splitlines()) == 2
 
 
+def test_a_relative_cache_folder_is_loaded_from(small: Path, calls: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "relative"
+    folder.mkdir()
+    for _ in range(2):
+        command = [sys.executable, "-c", PROGRAM, str(small)]
+        subprocess.run(command, check=True, cwd=folder, env=os.environ | {"MLAFLASH_CACHE_DIR": "."})
+    assert calls.read_text() == "call\n"
+
+
 def test_without_a_cache_on_disk(small: Path, calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLAFLASH_CACHE_DIR", "")
     assert multiples(small, 2) == [2 * i for i in range(32)]
@@ -159,7 +168,7 @@ def test_disabled_compiler(small: Path, calls: Path, monkeypatch: pytest.MonkeyP
     assert calls.read_text() == ""
 
 
-@pytest.mark.parametrize("configured", [None, "no-such-compiler", ""])
+@pytest.mark.parametrize("configured", [None, "no-such-compiler", '"no-such-compiler', ""])
 def test_no_compiler(configured: str | None, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -167,7 +176,19 @@ def test_no_compiler(configured: str | None, small: Path, tmp_path: Path, monkey
         monkeypatch.setenv("CXX", configured)
     with pytest.raises(MissingDependencyError, match=r"apt-get install g\+\+") as error:
         multiples(small, 2)
-    assert ("no-such-compiler" in str(error.value)) == (configured == "no-such-compiler")
+    assert ("no-such-compiler" in str(error.value)) == bool(configured)
+
+
+@pytest.mark.parametrize("text", ["no program\n", "#!/no/such/interpreter\n"])
+def test_a_compiler_that_the_system_cannot_run(
+    text: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "cxx"
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    with pytest.raises(MissingDependencyError, match=r"cxx' cannot be run: .*apt-get install g\+\+"):
+        multiples(small, 2)
 
 
 def test_refused_source(small: Path) -> None:

@@ -165,11 +165,25 @@ def test_malformed_words_are_refused(words: Any, max_q: Any, error: type[Excepti
         ([np.eye(2)], ShapeError, "float64"),
         ([np.array([[1, 0], [2, 1]])], InvalidArgumentError, r"\[1, 0\] is 2"),
         ([np.eye(2, dtype=bool), np.array([[-1]])], InvalidArgumentError, r"dense\[1\]"),
+        ([[[1, 0], [1]]], ShapeError, r"dense\[0\] makes no array"),
+        (5, ShapeError, "dense is a int"),
+        (np.array(True), ShapeError, "dense is a ndarray"),
     ],
 )
 def test_d5_malformed_matrices_are_refused(dense: Any, error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
         TreeMask.from_dense(dense)
+
+
+@pytest.mark.parametrize("q_lens", ["8", 2.5, [2, 2.0], [[1, 2]], [3, -1], None])
+def test_lengths_of_a_chain_are_integers(q_lens: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="q_lens"):
+        TreeMask.causal(q_lens)
+
+
+def test_parents_of_unlike_rows_are_refused() -> None:
+    with pytest.raises(ShapeError, match="parents makes no array"):
+        TreeMask.from_parents([[-1], [-1, 0]])
 
 
 @pytest.mark.parametrize("qo_indptr", [[0, 2], [1, 4], [0, 3, 2, 4], [0, 5], [0, 4, 4, 3]])

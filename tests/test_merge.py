@@ -110,6 +110,8 @@ def test_disagreeing_arrays_are_refused() -> None:
         merge_states(out, lse[:2], out, lse)
     with pytest.raises(ShapeError, match="NumPy"):
         merge_states(out.tolist(), lse, out, lse)
+    with pytest.raises(ShapeError, match="out_a is int64"):
+        merge_states(out.astype(np.int64), lse, out, lse)
 
 
 @pytest.mark.gpu

@@ -444,6 +444,8 @@ def test_one_dense_request_needs_no_table() -> None:
     for cache in (rows, rows[:, None], rows[None], rows[None, :, None]):
         dense = mla_verify(arguments["q"], cache, sm_scale=SCALE, kv_lens=np.array([6]))
         bitwise(dense, expected)
+    # What is the default may be said.
+    bitwise(mla_verify(arguments["q"], rows, sm_scale=SCALE, kv_lens=np.array([6]), page_size=1), expected)
 
 
 def test_a2_a_cache_without_slots_serves_empty_requests() -> None:

@@ -37,6 +37,16 @@ ZEROS = np.zeros
 F32 = np.float32
 
 
+def misaligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Zeros that begin one byte past a multiple of their element."""
+    raw = np.zeros(np.prod(shape) * np.dtype(dtype).itemsize + 1, np.uint8)
+    return raw[1:].view(dtype).reshape(shape)
+
+
+def read_only(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return np.broadcast_to(F32(0), shape)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -65,6 +75,16 @@ F32 = np.float32
         ({"out": ZEROS((5, 4, 1024), F32)[..., ::2]}, "out has strides"),
         ({"out": ZEROS((5, 4, 513), F32)[..., 1:]}, "must start on 16 bytes"),
         ({"lse": ZEROS((5, 4), np.float64)}, "lse is float64"),
+        ({"q": ZEROS((5, 4, 576), ">f4")}, "q is >f4, of the other byte order"),
+        ({"kv_lens": np.array([20, 33], ">i4")}, "kv_lens is >i4, of the other byte order"),
+        ({"q": misaligned((5, 4, 576), F32)}, "q begins at address 0x.* multiples of the element"),
+        ({"kv_lens": misaligned((2,), np.int32)}, "kv_lens begins at address 0x"),
+        ({"q": ZEROS((5, 4, 576), np.dtype([]))}, "q has strides"),
+        ({"q": np.ma.masked_array(ZEROS((5, 4, 576), F32))}, "q is a numpy.ma.MaskedArray"),
+        ({"out": ZEROS((5, 4, 512), ">f4")}, "out is >f4"),
+        ({"out": np.frombuffer(bytes(5 * 4 * 512 * 4), F32).reshape(5, 4, 512)}, "out is read-only"),
+        ({"out": [0.0]}, "out is a builtins.list"),
+        ({"lse": read_only((5, 4))}, "lse is read-only"),
         ({"qo_indptr": Omit()}, "q holds 5 query tokens and kv_lens 2 requests"),
         ({"q": ZEROS((2, 2, 4, 576), F32)}, "qo_indptr is given too"),
         ({"kv_indptr": Omit(), "kv_indices": Omit(), "page_size": Omit(), "kv_cache": ZEROS((1, 16, 576), F32)},
@@ -79,10 +99,15 @@ def test_arrays_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sm_scale": float("nan")}, "sm_scale is nan; it must be finite"),
+        ({"sm_scale": float("nan")}, "sm_scale is nan; it must be a finite number"),
         ({"sm_scale": float("inf")}, "sm_scale is inf"),
         ({"sm_scale": None}, "sm_scale is None"),
+        ({"sm_scale": "0.14"}, "sm_scale is '0.14'"),
+        ({"sm_scale": 1e39}, r"sm_scale is 1e\+39; .* the largest float32"),
+        ({"sm_scale": 10**400}, "sm_scale is 1000"),
         ({"logit_cap": -1.0}, "logit_cap is -1.0"),
+        ({"logit_cap": 1e39}, r"logit_cap is 1e\+39"),
+        ({"logit_cap": 1e-46}, "logit_cap is 1e-46; it must be at least 1.18e-38, or 0"),
         ({"logit_cap": float("nan")}, "logit_cap is nan"),
         ({"mask": None}, "mask is None; allowed are 'causal', 'none' and a TreeMask"),
         ({"mask": "tree"}, "mask is 'tree'"),
@@ -92,9 +117,15 @@ def test_arrays_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
         ({"kv_indptr": Omit()}, "kv_indices is given without kv_indptr"),
         ({"block_table": ZEROS((2, 3), np.int32)}, "block_table and kv_indptr/kv_indices are both given"),
         ({"page_size": 0}, "page_size is 0"),
+        ({"page_size": True}, "page_size is True"),
+        ({"page_size": "16"}, "page_size is '16'"),
         ({"page_size": 8}, "page_size is 8 and kv_cache has shape"),
         ({"max_kv_len": -1}, "max_kv_len is -1"),
+        ({"max_kv_len": 33.0}, "max_kv_len is 33.0"),
         ({"max_q_len": -1}, "max_q_len is -1"),
+        ({"max_q_len": 3.5}, "max_q_len is 3.5"),
+        ({"max_q_len": "3"}, "max_q_len is '3'"),
+        ({"budget": 120}, "arch is 120"),
         ({"kernel": "naive", "tiles": TileConfig()}, "tiles is .* and kernel is 'naive'"),
         ({"kernel": "tile", "tiles": NaiveConfig()}, "tiles is .* and kernel is 'tile'"),
     ],
@@ -131,8 +162,9 @@ def test_checked_mode_reads_what_only_the_device_knows(changes: dict[str, Any], 
 def test_unknown_kernels_and_out_types_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="kernel is 'flash'; allowed are naive, tile"):
         call(kernel="flash")
-    with pytest.raises(UnsupportedError, match="out_dtype is 'int8'"):
-        call(out_dtype="int8")
+    for out_dtype in ("int8", 5, object()):
+        with pytest.raises(UnsupportedError, match="out_dtype is"):
+            call(out_dtype=out_dtype)
     with pytest.raises(UnsupportedError, match="naive keeps a score"):
         call(
             kernel="naive",
@@ -142,6 +174,27 @@ def test_unknown_kernels_and_out_types_are_refused_by_name() -> None:
             page_size=Omit(),
             block_table=np.lib.stride_tricks.as_strided(ZEROS(1 << 22, np.int32), (2, 1 << 22), (0, 4)),
         )
+
+
+def test_numpys_integers_are_integers() -> None:
+    counts = {"page_size": np.int64(16), "max_q_len": np.int32(3), "max_kv_len": np.int64(40)}
+    assert len(call(**counts, tiles=TileConfig(np.int64(8), np.int8(16), np.int32(2)))) == 2
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_mask_narrower_than_the_requests_is_refused_without_reading_anything(validate: bool) -> None:
+    narrow = TreeMask.from_packed(ZEROS((6, 1), np.uint32), 2)
+    with pytest.raises(InvalidArgumentError, match=r"mask has 2 columns \(max_q\) and every request 3 query tokens"):
+        call(q=ZEROS((6, 4, 576), F32), qo_indptr=Omit(), mask=narrow, validate=validate)
+    call(q=ZEROS((6, 4, 576), F32), qo_indptr=Omit(), mask=narrow, tail_lens=np.array([2, 1], np.int32))
+
+
+def test_pages_of_no_token_serve_requests_that_read_none() -> None:
+    dense = {"kv_indptr": Omit(), "kv_indices": Omit(), "page_size": Omit(), "kv_cache": ZEROS((2, 0, 576), F32)}
+    assert call(**dense, kv_lens=ZEROS(2, np.int32))
+    assert call(**dense, kv_lens=np.array([2, 3], np.int32), new_kv=ZEROS((5, 576), F32))
+    with pytest.raises(InvalidArgumentError, match=r"kv_lens\[0\] is 1; allowed is 0 \.\. 0"):
+        call(**dense, kv_lens=np.array([1, 0], np.int32))
 
 
 def test_the_scale_has_no_default() -> None:

@@ -5,6 +5,7 @@ import platformdirs
 import pytest
 
 from mlaflash.errors import InvalidArgumentError
+from mlaflash.jit import cache
 from mlaflash.settings import Settings, configure_logging, settings
 
 VARIABLES = (
@@ -44,6 +45,36 @@ def test_every_variable_is_read_at_each_call(monkeypatch):
 def test_an_empty_cache_folder_switches_the_disk_off(monkeypatch):
     monkeypatch.setenv("MLAFLASH_CACHE_DIR", "")
     assert settings().cache_path is None
+
+
+@pytest.mark.parametrize("folder", [".", "kernels", "../x"])
+def test_the_cache_folder_is_absolute(monkeypatch, folder):
+    """A loader looks for a bare file name elsewhere, and a program may change its folder."""
+    monkeypatch.setenv("MLAFLASH_CACHE_DIR", folder)
+    assert settings().cache_path == Path.cwd() / folder
+
+
+def raise_no_home(*args, **kwargs):
+    raise RuntimeError("could not determine the home directory")
+
+
+@pytest.mark.parametrize("answer", [raise_no_home, lambda *args, **kwargs: Path("~/.cache/mlaflash")])
+def test_a_user_without_a_home_has_no_cache_on_disk(monkeypatch, caplog, answer):
+    """Versions of platformdirs differ in what they do for a user whom the system does not know."""
+    monkeypatch.setattr(platformdirs, "user_cache_path", answer)
+    monkeypatch.setattr(cache, "_warned", set())
+    assert settings().cache_path is None
+    with caplog.at_level(logging.WARNING, logger="mlaflash"):
+        assert cache.open_cache() is None
+        assert cache.open_cache(suffix=".so") is None
+    (record,) = caplog.records
+    assert "MLAFLASH_CACHE_DIR" in record.getMessage()
+
+
+def test_a_home_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setenv("MLAFLASH_CACHE_DIR", "~no-such-user/kernels")
+    with pytest.raises(InvalidArgumentError, match="'~no-such-user/kernels'"):
+        _ = settings().cache_path
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,37 @@ def test_lines_that_are_no_records_are_refused(tmp_path: Path, content: str) -> 
         RecordFile(path, resume=True)
 
 
+@pytest.mark.parametrize("content", ["{}", '{"precious": 1}', "notes", "[\n1,\n2]", "\xff"])
+def test_a_foreign_last_line_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "sweep.jsonl"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(InvalidArgumentError, match="is no record of a sweep"):
+        RecordFile(path, resume=True)
+    assert path.read_text(encoding="latin-1") == content
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 11, 40])
+def test_a_first_record_that_was_cut_off_is_cut_away(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "sweep.jsonl"
+    path.write_text(record_of().to_json()[:kept])
+    assert RecordFile(path, resume=True).records == []
+    assert path.read_text() == ""
+
+
+def test_a_disk_that_is_full_is_an_error_that_says_how_to_go_on() -> None:
+    result = run(*SMALL, "--tk", "8", "--nsplit", "1", "--out", "/dev/full")
+    assert result.exit_code == 1
+    assert "/dev/full" in result.stderr
+    assert "--resume" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--kv-len", "--heads", "--q-len"])
+def test_a_problem_that_no_index_can_count_is_refused(option: str) -> None:
+    result = run(*SMALL, "--tk", "8", "--nsplit", "1", option, "99999999999")
+    assert result.exit_code == 2
+    assert "must stay below 2**31" in result.stderr
+
+
 def test_each_record_is_in_the_file_before_the_next_candidate_runs(tmp_path: Path) -> None:
     path = tmp_path / "sweep.jsonl"
     file = RecordFile(path, resume=False)

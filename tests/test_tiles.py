@@ -1,8 +1,10 @@
 """Constants of the kernels: refusals, and shared memory on which Python and CUDA agree."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mlaflash import Device, InvalidArgumentError, TileError, combine
@@ -11,17 +13,21 @@ from mlaflash.jit.sources import read
 from mlaflash.tiles import NaiveConfig, TileConfig, check_shared, dtype_defines, tile_candidates
 
 
-@pytest.mark.parametrize("value", [0, -8, 3, 12, 128, 8.0, "8", None])
+@pytest.mark.parametrize("value", [0, -8, 3, 12, 128, 8.0, "8", None, True])
 @pytest.mark.parametrize("name", ["ht", "tk"])
 def test_only_powers_of_two_are_tiles(name: str, value: object) -> None:
     with pytest.raises(TileError, match=rf"{name} is .*power of two"):
         TileConfig(**{name: value})
 
 
-@pytest.mark.parametrize("nsplit", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("nsplit", [0, -1, 1.5, "2", True])
 def test_nsplit_counts_from_one(nsplit: object) -> None:
     with pytest.raises(InvalidArgumentError, match="nsplit is"):
         TileConfig(nsplit=nsplit)  # type: ignore[arg-type]
+
+
+def test_numpys_integers_become_pythons() -> None:
+    assert json.dumps(TileConfig(np.int64(4), np.int32(8), np.int8(2)).as_dict()) == '{"ht": 4, "tk": 8, "nsplit": 2}'
 
 
 def test_g8_a_tile_over_the_limit_is_refused_with_both_numbers() -> None:

@@ -111,6 +111,37 @@ def test_a12_a_column_masked_for_one_row_alone_does_not_reach_it(config: KernelC
     assert not np.isfinite(out[1]).all()
 
 
+@pytest.mark.parametrize("config", [NaiveConfig(), TileConfig(nsplit=1), SPLIT], ids=config_id)
+def test_nan_that_a_row_sees_is_not_taken_for_an_empty_row(config: KernelConfig) -> None:
+    case = replace(BASE, q_lens=(2,), kv_lens=(50,), mask="none", addressing="dense")
+    query, keys, tile = (build(case, 21) for _ in range(3))
+    query["q"][1, 3, 5] = np.nan
+    keys["kv_cache"][0, :50, 570] = np.nan
+    tile["kv_cache"][0, 16:32, 570] = np.nan  # all that the second split of three sees
+    for arguments in (query, keys, tile):
+        result = compare(
+            *mla_verify(**arguments, kernel=config.kernel, tiles=config),
+            *oracle.mla_verify(**arguments),
+            tolerance("float32", "float32"),
+        )
+        assert result.passed, result.reason
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("config", [NaiveConfig(), SPLIT], ids=config_id)
+def test_one_token_of_each_of_several_in_a_buffer(config: KernelConfig, paired: bool) -> None:
+    # The axis of length 1 has a stride that says nothing of the way to the next request.
+    arguments = build(replace(BASE, q_lens=(1, 1, 1), kv_lens=(20, 33, 9)), 22)
+    del arguments["qo_indptr"]
+    expected = oracle.mla_verify(**arguments)
+    buffer = np.full((3, 4, 8, 576), np.nan, np.float32)
+    buffer[:, :1] = arguments["q"][:, None]
+    q = buffer[:, :1]
+    arguments["q"] = (q[..., :512], q[..., 512:]) if paired else q
+    out, lse = mla_verify(**arguments, kernel=config.kernel, tiles=config)
+    assert compare(out[:, 0], lse[:, 0], *expected, tolerance("float32", "float32")).passed
+
+
 def test_a15_nothing_to_do_launches_nothing() -> None:
     reports: list[Any] = []
     cache = np.zeros((4, 576), np.float32)

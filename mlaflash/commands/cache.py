@@ -13,7 +13,7 @@ from mlaflash.emulator.build import SUFFIX
 from mlaflash.jit.cache import CubinCache, open_cache
 
 _COLUMNS = (Column("kernel", "left", fold=True, head=True), Column("for"), Column("KiB"))
-_OFF = "MLAFLASH_CACHE_DIR is the empty string: there is no cache on disk"
+_OFF = "there is no cache on disk: MLAFLASH_CACHE_DIR is the empty string, or not set for a user without a home folder"
 
 
 def open_all() -> list[CubinCache]:

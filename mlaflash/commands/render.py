@@ -201,7 +201,7 @@ def _print(console: Console, text: str, style: str = "") -> None:
 
 
 def _stdout() -> Console:
-    # A path may hold what the encoding lacks, or bytes that are no text at all: it is spelled, where stdout would refuse.
+    # A path may hold what the encoding lacks, or bytes that are no text: it is spelled, where stdout would refuse.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     return _console(stderr=False)
