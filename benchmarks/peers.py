@@ -90,6 +90,13 @@ class Problem:
         return torch.cat(parts, 1)
 
 
+class CurrentStream:
+    """Torch's current stream, under the protocol that CuPy asks for."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, torch.cuda.current_stream().cuda_stream
+
+
 def to_cupy(tensor: torch.Tensor) -> Any:
     """The same memory as a CuPy array; 16-bit floats travel as integers, which every version of DLPack knows."""
     if tensor.dtype not in (torch.bfloat16, torch.float16):
@@ -110,7 +117,7 @@ def mlaflash_call(
     if page_size == 1:
         cache, table = problem.cache.to(dtype), problem.slots()
     q = problem.q.to(dtype)
-    with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
+    with cupy.cuda.Stream.from_external(CurrentStream()):
         if mask == "tree":
             packed = TreeMask.from_parents(problem.parents.reshape(problem.batch, problem.q_len))
             words = TreeMask(cupy.asarray(packed.words), packed.max_q)
