@@ -10,6 +10,7 @@ Needs torch and, for each peer that is not to be reported as missing, its packag
 the GPU; by default this program makes it take the one that an sm_120 card gets, in a patched temporary copy.
 
     python benchmarks/peers.py --out peers.json
+    python benchmarks/peers.py --table peers.json   # rewrites the table of the README, without a GPU
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from typing import Any
 import cupy
 import ml_dtypes
 import numpy as np
-import torch
 
 from mlaflash import TreeMask, attention
 from mlaflash.device import Device
 from mlaflash.lab.ceilings import measure_ceilings
+
+if "--table" not in sys.argv:
+    import torch
 
 DL, DR = 512, 64
 PAGE = 64
@@ -50,7 +53,7 @@ SHAPES = [
     *((1, 8, 64, 65536), (8, 8, 64, 16384), (1, 64, 8, 65536), (1, 16, 64, 65536)),
 ]
 
-Launch = Callable[[], torch.Tensor]
+Launch = Callable[[], Any]  # returns out, a tensor
 
 
 class Problem:
@@ -110,8 +113,9 @@ def mlaflash_call(
     budget: str | None,
     mask: str = "tree",
     page_size: int = PAGE,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: Any = None,
 ) -> Launch:
+    dtype = dtype or torch.bfloat16
     words: TreeMask | str = mask
     cache, table = problem.cache.view(-1, PAGE, DL + DR).to(dtype), problem.table
     if page_size == 1:
@@ -294,7 +298,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shapes", help="only these, as B,q,H,kv;B,q,H,kv")
     parser.add_argument("--candidates", help="only these, by name")
+    parser.add_argument("--table", help="only write the table of the README, from this JSON file")
     options = parser.parse_args()
+    if options.table:
+        update_readme(json.loads(Path(options.table).read_text()))
+        return
     if options.tier == "sm_120":
         use_sm120_tier()
     budget = None if options.budget == "none" else options.budget
@@ -367,6 +375,38 @@ def line(shape: tuple[int, ...], record: dict[str, Any]) -> str:
         text += f" {own:8.1f} us {rate:5.0f} GB/s {flops:4.0f} TF err {record['error']['mlaflash']:.1e} |"
         text += "".join(f" {name} {us / own:.2f}x" for name, us in times.items() if name != "mlaflash")
     return text + "".join(f" [{name}: {why}]" for name, why in record["failed"].items())
+
+
+PEERS = ("flashinfer fa2", "flashinfer fa3", "flashmla", "sglang extend", "sglang verify")
+
+
+def update_readme(document: dict[str, Any]) -> None:
+    """Write the table between its markers."""
+    readme = Path(__file__).parents[1] / "README.md"
+    begin, end = "<!-- peers-table -->\n", "<!-- /peers-table -->"
+    read, mma = document["ceilings"]["read_gb_s"], document["ceilings"]["mma_tflop_s"]
+    lines = [
+        f"{document['gpu']}, limits of {document['budget']}; measured ceilings {read:,.0f} GB/s streaming read and "
+        f"{mma:.0f} TFLOP/s `mma.sync`. FlashInfer fa2 at the tier of {document['tier']}.",
+        "",
+        "| B, q, H, kv | rows | us | GB/s (of read) | TFLOP/s (of mma) | fa2 | FA3 | FlashMLA | SGLang extend (tree) "
+        "| SGLang verify (chain) |",
+        "|" + "---|" * 10,
+    ]
+    for record in document["records"]:
+        batch, q_len, heads, kv_len = record["shape"]
+        times = record["us"]
+        own = times["mlaflash"]
+        rate = batch * kv_len * (DL + DR) * 2 / own / 1e3
+        flops = 2 * (2 * DL + DR) * batch * q_len * heads * kv_len / own / 1e6
+        ratios = " | ".join(f"{times[name] / own:.2f}x" if name in times else "fails" for name in PEERS)
+        lines.append(
+            f"| {batch}, {q_len}, {heads}, {kv_len} | {q_len * heads} | {own:.1f} | {rate:,.0f} ({rate / read:.0%}) "
+            f"| {flops:.0f} ({flops / mma:.0%}) | {ratios} |"
+        )
+    text = readme.read_text()
+    head, rest = text.split(begin)
+    readme.write_text(head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1])
 
 
 if __name__ == "__main__":

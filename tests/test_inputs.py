@@ -120,6 +120,8 @@ def test_trees_branch() -> None:
         ({"mask": "window"}, InvalidArgumentError, "mask is 'window'"),
         ({"addressing": "hashed"}, InvalidArgumentError, "addressing"),
         ({"id_dtype": "uint8"}, InvalidArgumentError, "id_dtype"),
+        ({"q_lens": (8,), "kv_lens": (2**31,)}, InvalidArgumentError, r"2147483648 KV tokens; .* below 2\*\*31"),
+        ({"heads": 2**31}, InvalidArgumentError, r"x 2147483648 heads"),
     ],
 )
 def test_impossible_cases_are_refused(changes: dict[str, Any], error: type[Exception], named: str) -> None:

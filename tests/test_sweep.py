@@ -219,13 +219,6 @@ def test_a_disk_that_is_full_is_an_error_that_says_how_to_go_on() -> None:
     assert "--resume" in result.stderr
 
 
-@pytest.mark.parametrize("option", ["--kv-len", "--heads", "--q-len"])
-def test_a_problem_that_no_index_can_count_is_refused(option: str) -> None:
-    result = run(*SMALL, "--tk", "8", "--nsplit", "1", option, "99999999999")
-    assert result.exit_code == 2
-    assert "must stay below 2**31" in result.stderr
-
-
 def test_each_record_is_in_the_file_before_the_next_candidate_runs(tmp_path: Path) -> None:
     path = tmp_path / "sweep.jsonl"
     file = RecordFile(path, resume=False)

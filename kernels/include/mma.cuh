@@ -175,8 +175,7 @@ DEVICE void softmax_tile(const float (&s)[2][4], float scale, Softmax& softmax, 
 // first tile, (b0, b1) of the second. The four lanes of a row write ascending addresses that fill whole 32-byte sectors:
 // other orders were several times slower. All lanes of the warp take part; only those with `exists` store.
 template <int DTYPE>
-DEVICE void store_16_columns(u8* ptr, bool exists, float a0, float a1, float b0, float b1) {
-  const int quad_lane = lane_idx() % 4;
+DEVICE void store_16_columns(u8* ptr, bool exists, int quad_lane, float a0, float a1, float b0, float b1) {
   if constexpr (DTYPE == FLOAT32) {
     if (!exists) return;
     st_global_f32x2(ptr + quad_lane * 8, {a0, a1});
@@ -194,10 +193,10 @@ DEVICE void store_16_columns(u8* ptr, bool exists, float a0, float a1, float b0,
 
 // Half `half` of the accumulators times `factor`, to 8 N columns from `ptr` on.
 template <int DTYPE, int N>
-DEVICE void store_half(u8* ptr, bool exists, const float (&o)[N][4], int half, float factor) {
+DEVICE void store_half(u8* ptr, bool exists, int quad_lane, const float (&o)[N][4], int half, float factor) {
 #pragma unroll
   for (int i = 0; i < N; i += 2)
-    store_16_columns<DTYPE>(ptr + i * 8 * element_bytes<DTYPE>(), exists, o[i][2 * half] * factor,
+    store_16_columns<DTYPE>(ptr + i * 8 * element_bytes<DTYPE>(), exists, quad_lane, o[i][2 * half] * factor,
                             o[i][2 * half + 1] * factor, o[i + 1][2 * half] * factor, o[i + 1][2 * half + 1] * factor);
 }
 
@@ -223,18 +222,20 @@ DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, float ls
 template <int N>
 DEVICE void store_results(const VerifyParams& p, const Request& r, int first, int end, int column, const Softmax& softmax,
                           const float (&o)[N][4]) {
+  const int lane = thread_idx_anew() % WARP, quad_lane = lane % 4;  // not kept in a register through the loop before
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const int row = first + lane_idx() / 4 + 8 * h;
+    const int row = first + lane / 4 + 8 * h;
     const bool exists = row < end, empty = softmax.base[h] == neg_inf();
     const float sum = sum_over_row(softmax.sum[h]);
     const float factor = empty ? 0.0f : 1.0f / sum;
     if (OUT_DTYPE == PARTIAL_DTYPE || p.num_splits == 1)
-      store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, row) + column * element_bytes<OUT_DTYPE>(), exists, o, h, factor);
+      store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, row) + column * element_bytes<OUT_DTYPE>(), exists, quad_lane, o,
+                            h, factor);
     else
-      store_half<PARTIAL_DTYPE>(result_row<PARTIAL_DTYPE>(p, r, row) + column * element_bytes<PARTIAL_DTYPE>(), exists, o,
-                                h, factor);
-    if (exists && column == 0 && lane_idx() % 4 == 0)
+      store_half<PARTIAL_DTYPE>(result_row<PARTIAL_DTYPE>(p, r, row) + column * element_bytes<PARTIAL_DTYPE>(), exists,
+                                quad_lane, o, h, factor);
+    if (exists && column == 0 && quad_lane == 0)
       store_lse(p, r, row, empty ? neg_inf() : softmax.base[h] + lg2(sum));
   }
 }
