@@ -329,16 +329,16 @@ def main() -> None:
     # Programmatic dependent launches have no effect on the legacy stream.
     torch.cuda.set_stream(torch.cuda.Stream())
     print(device.name, ceilings, f"budget {options.budget}, fa2 tier {options.tier}", flush=True)
-    records = []
+    records: list[dict[str, Any]] = []
+    document = {"gpu": device.name, "budget": options.budget, "tier": options.tier, "records": records}
+    document["ceilings"] = {name: getattr(ceilings, name) for name in ceilings.__dataclass_fields__}
     for shape in shapes:
         record = time_shape(Problem(*shape), candidates, options.rounds)
         records.append({"shape": shape, **record})
         print(line(shape, record), flush=True)
         torch.cuda.empty_cache()
-    if options.out:
-        document = {"gpu": device.name, "budget": options.budget, "tier": options.tier, "records": records}
-        document["ceilings"] = {name: getattr(ceilings, name) for name in ceilings.__dataclass_fields__}
-        Path(options.out).write_text(json.dumps(document, indent=1))
+        if options.out:
+            Path(options.out).write_text(json.dumps(document, indent=1))
 
 
 def time_shape(problem: Problem, candidates: dict[str, Callable[[Problem], Launch]], rounds: int) -> dict[str, Any]:
