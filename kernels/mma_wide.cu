@@ -1,14 +1,16 @@
-// The tensor-core kernel for many rows: one block computes 16 * ROW_GROUPS packed rows (query token x head) of one request over
-// one split of its KV, and reads every KV row once for all of them.
+// The tensor-core kernel for many rows: one block computes 16 * ROW_GROUPS packed rows (query token x head) of one
+// request over one split of its KV, and reads every KV row once for all of them.
 //
-// Grid:   x = ceil(max_q_len * H / (16 * ROW_GROUPS)) row tiles, y = split, z = request. Block: 32 * ROW_GROUPS * COLUMN_WARPS threads.
+// Grid:   x = ceil(max_q_len * H / (16 * ROW_GROUPS)) row tiles, y = split, z = request.
+// Block:  32 * ROW_GROUPS * COLUMN_WARPS threads.
 // Shared: STAGES * 18,704 + ROW_GROUPS * COLUMN_WARPS * 2,048 + 144 bytes (struct Smem).
-// Idea:   keys and values are one tile of 16 tokens in a ring that cp.async fills. A warp owns 16 rows x 1 / COLUMN_WARPS of the
-//         576 dims of q (in registers) and as much of the 512 output columns; the column warps of a row group add their partial
-//         scores through shared memory and all compute the same weights, which so never leave registers. The tensor cores get
-//         q K of tile n and P V of tile n - 1 as one interleaved stream: P V has no chain to wait for, and covers q K's.
-// Source: the warp layout of FlashAttention-2 (Dao, arXiv:2307.08691, section 3.3), turned to split the reduction dim as well,
-//         which V = K[:, :512] invites; the lagging maximum is FlashAttention-4's (conditional rescaling).
+// Idea:   Keys and values are one tile of 16 tokens in a ring that cp.async fills. A warp owns 16 rows x one column
+//         warp's share of the 576 dims of q (in registers) and of the 512 output columns; the column warps of a row
+//         group add their partial scores through shared memory and all compute the same weights, which never leave
+//         registers. The tensor cores get q K of tile n and P V of tile n - 1 as one stream: P V waits for nothing, and
+//         fills the gaps that the chain of additions leaves in q K.
+// Source: warp layout of FlashAttention-2 (Dao, arXiv:2307.08691, section 3.3), turned to split the reduction dim as
+//         well, which V = K[:, :512] invites.
 #include "mma.cuh"
 
 constexpr int WARPS = ROW_GROUPS * COLUMN_WARPS;
@@ -25,10 +27,11 @@ constexpr int V_STEPS = DL / 16 / COLUMN_WARPS;  // 16-column pieces of a warp's
 constexpr int O_TILES = DL / 8 / COLUMN_WARPS;
 constexpr int STREAM = K_STEPS > V_STEPS ? K_STEPS : V_STEPS;
 
-constexpr int COPY_LANES = 16;                                    // lanes that copy one KV row
-constexpr int COPY_ROWS = TILE / (THREADS / COPY_LANES);          // rows that such a half-warp copies
-constexpr int MASK_WORDS = 32;                                    // of mask columns, so tail_len <= 1,024
-constexpr int SCORE_BYTES = WARP * 16;                            // one 16 x 8 piece of scores of a warp
+constexpr int COPY_LANES = 16;                            // lanes that copy one KV row
+constexpr int COPY_ROWS = TILE / (THREADS / COPY_LANES);  // rows that such a half-warp copies
+constexpr int MASK_WORDS = 32;                            // of mask columns, so tail_len <= 1,024
+constexpr int SCORE_BYTES = WARP * 16;                    // one 16 x 8 piece of scores of a warp
+constexpr int EXCHANGE_BUFFER = WARPS * 2 * SCORE_BYTES;  // partial scores of a tile
 
 static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows of a tile");
 static_assert(REFILL_AT >= 0 && REFILL_AT <= STREAM, "the refill interrupts the stream of products");
@@ -36,16 +39,15 @@ static_assert(STAGES >= 3, "two tiles are in use, one at least must be in flight
 static_assert(ROW_GROUPS <= STAGES, "q passes through the ring, 16 rows a stage");
 
 struct Smem {
-  static constexpr u32 RING = 0;                                          // [STAGES] of: KV tile [16][PITCH], before it q; mbarriers
-  static constexpr u32 EXCHANGE = RING + STAGES * STAGE_BYTES;            // float32 [2][WARPS][2][32][4] partial scores
-  static constexpr u32 COLUMNS = EXCHANGE + 2 * WARPS * 2 * SCORE_BYTES;  // u32 [MASK_WORDS] mask columns that any row sees
-  static constexpr u32 TAIL_BEGIN = COLUMNS + MASK_WORDS * 4;             // i32: the mask columns begin here
+  static constexpr u32 RING = 0;                                  // [STAGES]: tile [16][PITCH], before it q; mbarriers
+  static constexpr u32 EXCHANGE = RING + STAGES * STAGE_BYTES;    // float32 [2][WARPS][2][32][4] partial scores
+  static constexpr u32 COLUMNS = EXCHANGE + 2 * EXCHANGE_BUFFER;  // u32 [MASK_WORDS] mask columns that any row sees
+  static constexpr u32 TAIL_BEGIN = COLUMNS + MASK_WORDS * 4;     // i32: the mask columns begin here
   static constexpr u32 BYTES = TAIL_BEGIN + 16;
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
   static constexpr u32 EMPTY = FULL + 8;     // mbarrier: all warps are done with it
 };
-constexpr u32 EXCHANGE_BUFFER = WARPS * 2 * SCORE_BYTES;
 
 // --- the ring ------------------------------------------------------------------------------------------------------
 
@@ -59,7 +61,8 @@ DEVICE Stage next_stage(Stage s) {
   return {s.offset + STAGE_BYTES, s.parity};
 }
 
-// Uniform. Where step n finds its tiles: n for the scores, n - 1 for the values, and n - 2, whose stage is free for another.
+// Uniform. Where step n finds its tiles: n for the scores, n - 1 for the values, and n - 2, whose stage is free for
+// another.
 struct Position {
   Stage scores, values, spare;
   i32 token;     // first of tile n
@@ -85,8 +88,8 @@ DEVICE Warp locate(u32 smem) {
   const u32 lane = lane_idx(), warp = make_uniform(warp_idx());
   w.row_group = warp / COLUMN_WARPS;
   w.column = warp % COLUMN_WARPS;
-  // Keys: matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the B fragments
-  // of the two token octets, in neighbouring registers as the tensor cores want them.
+  // Keys: matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the
+  // B fragments of the two token octets, in neighbouring registers as the tensor cores want them.
   w.keys = keep_in_register(smem + Smem::RING + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 +
                             w.column * (ROW_BYTES / COLUMN_WARPS));
   // Values, transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
@@ -99,13 +102,13 @@ DEVICE Warp locate(u32 smem) {
 
 // Uniform.
 struct Source {
-  u32 thread;        // not uniform
-  const u8* ids;     // the request's page ids
-  u32 id_bytes;      // of an id
-  i32 end;           // KV tokens of this block end here
-  i32 masked_from;   // every row sees every token of the tiles before the one that this token begins
-  i32 cached;        // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
-  i32 new_row;       // NEW_KV: the row of token 0, were it there
+  u32 thread;       // not uniform
+  const u8* ids;    // the request's page ids
+  u32 id_bytes;     // of an id
+  i32 end;          // KV tokens of this block end here
+  i32 masked_from;  // every row sees every token of the tiles before the one that this token begins
+  i32 cached;       // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
+  i32 new_row;      // NEW_KV: the row of token 0, were it there
 };
 
 DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles) {
@@ -133,8 +136,8 @@ struct Slot {
   i32 page, offset;  // id of the page, and the token's place in it
 };
 
-// The slots of the tokens of the tile that begins at `tile_token`, found one refill before they are used; of tokens past the end, the last one's. The low word of a
-// 64-bit id is enough: pools have fewer than 2^31 pages.
+// The slots of the tokens of the tile that begins at `tile_token`, found one refill before they are used; of tokens
+// past the end, the last one's. The low word of a 64-bit id is enough: pools have fewer than 2^31 pages.
 DEVICE void find_slots(Slot (&slots)[COPY_ROWS], const VerifyParams& p, const Source& s, i32 tile_token) {
   const i32 first = tile_token + copy_share(s.thread).row;
 #pragma unroll
@@ -147,8 +150,8 @@ DEVICE void find_slots(Slot (&slots)[COPY_ROWS], const VerifyParams& p, const So
   }
 }
 
-// The 16 bytes `chunk` of the latent and of the rope part of a token's row. Strides of pages and tokens fit 32 bits; what they add
-// up to does not.
+// The 16 bytes `chunk` of the latent and of the rope part of a token's row. Strides of pages and tokens fit 32 bits;
+// what they add up to does not.
 DEVICE KvRow source_chunk(const VerifyParams& p, const Source& s, i32 token, Slot slot, u32 chunk) {
   const i64 element = chunk * vector_width<KV_DTYPE>();
   if (NEW_KV && token >= s.cached) {
@@ -170,7 +173,8 @@ DEVICE bool is_seen(const Source& s, u32 smem, i32 token) {
   return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
 }
 
-// The lane's part of copying the tile that begins at `tile_token`, and its arrival on the full barrier for when that has landed.
+// The lane's part of copying the tile that begins at `tile_token`, and its arrival on the full barrier for when that
+// has landed.
 DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, i32 tile_token,
                       const Slot (&slots)[COPY_ROWS]) {
   const Share share = copy_share(s.thread);
@@ -228,6 +232,7 @@ DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTi
   st_shared_u32(smem + Smem::COLUMNS + word * 4, seen);
 }
 
+// A fragments of the warp's 16 rows and its share of the dims.
 DEVICE void load_q(u32 (&q)[K_STEPS][4], const VerifyParams& p, u32 smem, const Warp& w) {
   const int lane = lane_idx();
   const u32 addr = smem + Smem::RING + w.row_group * STAGE_BYTES + w.column * (ROW_BYTES / COLUMN_WARPS) +
@@ -278,14 +283,14 @@ DEVICE void stream(State& state, float (&s)[2][4], Fragments& f, u32 keys, u32 v
   }
 }
 
-// Adds the partial scores of the row group's column warps, in pairs, so that all of them get the same sums, bit for bit.
+// Adds the partial scores of the row group's column warps, in pairs: all of them get the same sums, bit for bit.
 DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 lane, u32 exchange) {
   const u32 buffer = smem + Smem::EXCHANGE + exchange + w.row_group * (COLUMN_WARPS * 2 * SCORE_BYTES) + lane * 16;
 #pragma unroll
   for (int n = 0; n < 2; n++)
     st_shared_f32x4(buffer + (w.column * 2 + n) * SCORE_BYTES, f32x4{s[n][0], s[n][1], s[n][2], s[n][3]});
-  // Orders this tile's partial scores before the reads of them below, and, as the buffers alternate, the reads of the tile before this
-  // one before the next tile's writes to the same buffer.
+  // Orders this tile's partial scores before the reads of them below, and, as the buffers alternate, the reads of the
+  // tile before this one before the next tile's writes to the same buffer.
   named_barrier_sync(1 + w.row_group, COLUMN_WARPS * WARP);
 #pragma unroll
   for (int distance = 1; distance < COLUMN_WARPS; distance *= 2)
@@ -303,11 +308,11 @@ DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 lane,
 
 struct Block {
   u32 smem;
-  float scale;         // of the exponents; uniform
+  float scale;  // of the exponents; uniform
   Warp warp;
   Source source;
   Slot slots[COPY_ROWS] = {};  // of the next tile to copy
-  Position at;  // of the next step; moved on at the end of a step, where nothing waits for it
+  Position at;                 // of the next step; moved on at the end of a step, where nothing waits for it
 };
 
 // Only tiles at the end of what the rows see come here, so the request is read again instead of kept in registers.
@@ -323,8 +328,8 @@ DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4]) {
   mask_scores(s, bits);
 }
 
-// In the middle of a step: the stage of tile n - 2 takes tile n - 2 + STAGES. What is copied is also waited for, by every
-// thread, so no copy is in flight when the block ends.
+// In the middle of a step: the stage of tile n - 2 takes tile n - 2 + STAGES. What is copied is also waited for, by
+// every thread, so no copy is in flight when the block ends.
 DEVICE void refill(const VerifyParams& p, Block& b) {
   const i32 tile_token = b.at.token + (STAGES - 2) * TILE;
   const Stage spare = b.at.spare;
@@ -343,7 +348,8 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state) {
   const Position at = b.at;
   const u32 keys = b.warp.keys + at.scores.offset, values = b.warp.values + at.values.offset;
   const u32 ring = b.smem + Smem::RING;
-  if (SCORES) mbarrier_wait(ring + at.scores.offset + Smem::FULL, at.scores.parity);  // orders the copies of tile n before its reads
+  const u32 full = ring + at.scores.offset + Smem::FULL;
+  if (SCORES) mbarrier_wait(full, at.scores.parity);  // orders the copies of tile n before its reads
 #pragma unroll
   for (int i = 0; i < LOOKAHEAD; i++) load_fragments<SCORES, VALUES>(f, keys, values, i);
   stream<SCORES, VALUES, 0, REFILL_AT>(state, s, f, keys, values);
@@ -395,8 +401,7 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
-    if (first + i * TILE < b.source.end)
-      copy_tile(p, b.source, b.smem, i * STAGE_BYTES, first + i * TILE, slots[i]);
+    if (first + i * TILE < b.source.end) copy_tile(p, b.source, b.smem, i * STAGE_BYTES, first + i * TILE, slots[i]);
   find_slots(b.slots, p, b.source, first + AHEAD * TILE);
 #pragma unroll
   for (int i = 0; i < O_TILES; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;

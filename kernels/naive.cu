@@ -1,9 +1,10 @@
 // The baseline: one block computes one (query token, head) in three passes over its KV.
 //
 // Grid:   x = T * H, head fastest. Block: 256 threads.
-// Shared: 4 * (2 * 8 + 256 * VEC) bytes, VEC = elements in 128 bits (4 or 8): reductions, then the merge of the token groups.
-// Global: a float32 row of scores for each block, so that the softmax is the textbook's: maximum, exponentials, sum.
-// Idea:   nothing is shared between heads or query tokens. Every block reads the 576 elements of a visible KV row for its
+// Shared: 4 * (2 * 8 + 256 * VEC) bytes, VEC = elements in 128 bits (4 or 8): reductions, then the merge of the token
+// groups. Global: a float32 row of scores for each block, so that the softmax is the textbook's: maximum, exponentials,
+// sum. Idea:   nothing is shared between heads or query tokens. Every block reads the 576 elements of a visible KV row
+// for its
 //         score and the 512 latent ones again for its value: the yardstick for what `tile` and `mma` save.
 #include "addressing.cuh"
 
@@ -11,15 +12,15 @@ constexpr int BLOCK = 256;
 constexpr int NUM_WARPS = BLOCK / WARP;
 constexpr int VEC = vector_width<KV_DTYPE>();
 constexpr int UNIT_BYTES = 16;
-constexpr int UNITS = D / VEC;                                // 128-bit units in a row
-constexpr int UNITS_PER_LANE = (UNITS + WARP - 1) / WARP;     // of the scores pass, one warp a token
-constexpr int COLUMN_THREADS = DL / VEC;                      // of the values pass
+constexpr int UNITS = D / VEC;                             // 128-bit units in a row
+constexpr int UNITS_PER_LANE = (UNITS + WARP - 1) / WARP;  // of the scores pass, one warp a token
+constexpr int COLUMN_THREADS = DL / VEC;                   // of the values pass
 constexpr int TOKEN_GROUPS = BLOCK / COLUMN_THREADS;
-constexpr int BATCH = 4;                                      // KV tokens whose loads are in flight together
+constexpr int BATCH = 4;  // KV tokens whose loads are in flight together
 
 struct Smem {
-  static constexpr u32 REDUCE = 0;                            // [NUM_WARPS] maxima, [NUM_WARPS] sums
-  static constexpr u32 MERGE = 2 * NUM_WARPS * 4;             // [BLOCK][VEC] partial values
+  static constexpr u32 REDUCE = 0;                 // [NUM_WARPS] maxima, [NUM_WARPS] sums
+  static constexpr u32 MERGE = 2 * NUM_WARPS * 4;  // [BLOCK][VEC] partial values
   static constexpr u32 BYTES = MERGE + BLOCK * VEC * 4;
 };
 
@@ -49,7 +50,8 @@ DEVICE void load_q(Vector<Q_DTYPE> (&q_rmem)[UNITS_PER_LANE], const Row& row, in
 #pragma unroll
   for (int i = 0; i < UNITS_PER_LANE; i++) {
     const int unit = lane + i * WARP;
-    q_rmem[i] = unit < UNITS ? load_vector<Q_DTYPE, ALIGNED>(row_unit<Q_DTYPE>(nope, pe, unit)) : zero_vector<Q_DTYPE>();
+    q_rmem[i] =
+        unit < UNITS ? load_vector<Q_DTYPE, ALIGNED>(row_unit<Q_DTYPE>(nope, pe, unit)) : zero_vector<Q_DTYPE>();
   }
 }
 
@@ -170,6 +172,8 @@ KERNEL(mlaflash_naive, BLOCK, 1) {
   const Request r = find_request(p, token);
   const int end = r.index < 0 ? 0 : visible_end(p, r, token);
   const Row row{p, r, token, head, end, p.scores + ((i64)token * p.num_heads + head) * p.scores_stride};
-  if (p.vectorized) attend<true>(row, shared_base());
-  else attend<false>(row, shared_base());
+  if (p.vectorized)
+    attend<true>(row, shared_base());
+  else
+    attend<false>(row, shared_base());
 }

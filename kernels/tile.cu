@@ -2,43 +2,44 @@
 //
 // Grid:   x = T * ceil(H / HT), head tile fastest; y = split. Block: 256 threads.
 // Shared: 4 * (576 * HT + 576 * TK + HT * TK * (1 + DIM_SLICES) + 3 * HT) + 16 * TK bytes (map in README.md).
-// Idea:   a tile of TK KV rows is loaded once and used twice, as keys by all HT heads and, through its first 512 columns, as
+// Idea:   a tile of TK KV rows is loaded once and used twice, as keys by all HT heads and, through its first 512
+// columns, as
 //         values. Scores go through shared memory, the softmax is online (Milakov and Gimelshein, arXiv:1805.02867;
-//         FlashAttention, arXiv:2205.14135), and the value accumulators stay in registers. `naive` reads 1088 elements for
-//         each head and token, this kernel 576 for each HT heads.
+//         FlashAttention, arXiv:2205.14135), and the value accumulators stay in registers. `naive` reads 1088 elements
+//         for each head and token, this kernel 576 for each HT heads.
 #include "addressing.cuh"
 
 constexpr int BLOCK = 256;
 constexpr int NUM_WARPS = BLOCK / WARP;
 constexpr int VEC = vector_width<KV_DTYPE>();
-constexpr int UNITS = D / VEC;     // 128-bit global units in a row
-constexpr int QUADS = D / 4;       // groups of four float32 in a row in shared memory
+constexpr int UNITS = D / VEC;  // 128-bit global units in a row
+constexpr int QUADS = D / 4;    // groups of four float32 in a row in shared memory
 
 CONSTANT int min_int(int a, int b) { return a < b ? a : b; }
 CONSTANT int max_int(int a, int b) { return a > b ? a : b; }
 
-// Scores: a warp is TOKEN_LANES groups of lanes; the lanes of a group split the 576 dims, each holds HEADS x TOKENS sums. The
-// q loads are the same for all groups (one wavefront), the k loads the same for all heads.
+// Scores: a warp is TOKEN_LANES groups of lanes; the lanes of a group split the 576 dims, each holds HEADS x TOKENS
+// sums. The q loads are the same for all groups (one wavefront), the k loads the same for all heads.
 constexpr int TOKEN_LANES = min_int(4, TK);
 constexpr int DIM_LANES = WARP / TOKEN_LANES;
 constexpr int HEADS = min_int(8, HT);
 constexpr int TOKENS = TK >= 32 ? 2 : 1;
 constexpr int SCORE_SETS = (HT / HEADS) * (TK / (TOKEN_LANES * TOKENS));  // warp-sized pieces of the HT x TK scores
-constexpr int DIM_SLICES = max_int(1, NUM_WARPS / SCORE_SETS);             // idle warps take a slice of the dims
+constexpr int DIM_SLICES = max_int(1, NUM_WARPS / SCORE_SETS);            // idle warps take a slice of the dims
 // Values: a thread owns two neighbouring columns of all heads.
 constexpr int COLUMNS = DL / BLOCK;
 static_assert(COLUMNS == 2, "values are loaded in pairs");
 constexpr int MIN_BLOCKS = HT <= 8 ? 2 : 1;  // two blocks hide each other's loads where 128 registers are enough
 
 struct Smem {
-  static constexpr u32 Q = 0;                                       // float32 [HT][576]
-  static constexpr u32 KV = Q + HT * D * 4;                         // float32 [TK][576]
-  static constexpr u32 PARTIAL = KV + TK * D * 4;                   // float32 [DIM_SLICES][HT][TK] parts of q.k
-  static constexpr u32 WEIGHT = PARTIAL + DIM_SLICES * HT * TK * 4; // float32 [TK][HT]
-  static constexpr u32 ROWS = WEIGHT + TK * HT * 4;                 // u64 [TK][2] addresses of the tile's rows, 0: invisible
-  static constexpr u32 ALPHA = ROWS + TK * 16;                      // float32 [HT] factor for what was accumulated so far
-  static constexpr u32 MAXIMUM = ALPHA + HT * 4;                    // float32 [HT] running maximum, base 2
-  static constexpr u32 SUM = MAXIMUM + HT * 4;                      // float32 [HT] running sum
+  static constexpr u32 Q = 0;                                        // float32 [HT][576]
+  static constexpr u32 KV = Q + HT * D * 4;                          // float32 [TK][576]
+  static constexpr u32 PARTIAL = KV + TK * D * 4;                    // float32 [DIM_SLICES][HT][TK] parts of q.k
+  static constexpr u32 WEIGHT = PARTIAL + DIM_SLICES * HT * TK * 4;  // float32 [TK][HT]
+  static constexpr u32 ROWS = WEIGHT + TK * HT * 4;  // u64 [TK][2] addresses of the tile's rows, 0: invisible
+  static constexpr u32 ALPHA = ROWS + TK * 16;       // float32 [HT] factor for what was accumulated so far
+  static constexpr u32 MAXIMUM = ALPHA + HT * 4;     // float32 [HT] running maximum, base 2
+  static constexpr u32 SUM = MAXIMUM + HT * 4;       // float32 [HT] running sum
   static constexpr u32 BYTES = SUM + HT * 4;
 };
 
@@ -90,7 +91,7 @@ DEVICE void store_row_address(const KvRow& row, u32 smem) {
 template <bool ALIGNED>
 DEVICE void load_tile(u32 smem) {
   constexpr int LOADS = (TK * UNITS + BLOCK - 1) / BLOCK;  // of a thread
-  constexpr int BATCH = min_int(LOADS, ALIGNED ? 4 : 1);  // more spill at HT = 8
+  constexpr int BATCH = min_int(LOADS, ALIGNED ? 4 : 1);   // more spill at HT = 8
 #pragma unroll 1
   for (int first = 0; first < LOADS; first += BATCH) {
     Vector<KV_DTYPE> x[BATCH];
@@ -116,8 +117,8 @@ DEVICE float dot4(f32x4 a, f32x4 b, float sum) {
   return fma_f32(a.x, b.x, fma_f32(a.y, b.y, fma_f32(a.z, b.z, fma_f32(a.w, b.w, sum))));
 }
 
-// Sums v[0 .. HEADS) over the DIM_LANES lanes of a group; head i ends in v[0] of the lanes whose bits spell i. Halving the
-// values at each step takes 7 shuffles for 8 heads over 8 lanes where a butterfly for each head takes 24.
+// Sums v[0 .. HEADS) over the DIM_LANES lanes of a group; head i ends in v[0] of the lanes whose bits spell i. Halving
+// the values at each step takes 7 shuffles for 8 heads over 8 lanes where a butterfly for each head takes 24.
 DEVICE int reduce_heads(float (&v)[HEADS], int lane) {
   int head = 0;
 #pragma unroll
@@ -290,14 +291,16 @@ DEVICE void attend(float (&acc)[HT][COLUMNS], const VerifyParams& p, const Reque
   KvRow row = find_row(p, r, token, split.begin, split.end);
   for (int kv = split.begin; kv < split.end; kv += TK) {
     store_row_address(row, smem);
-    block_sync();  // row addresses are written before the loads read them; the last tile's values are read before it goes
+    block_sync();  // row addresses are written before the loads read them; the last tile's values are read before it
+                   // goes
     load_tile<ALIGNED>(smem);
     row = find_row(p, r, token, kv + TK, split.end);  // its loads end under the arithmetic of this tile
     block_sync();  // q (first time), and the tile, are written before the scores read them
     tile_scores(smem);
     block_sync();  // all slices of the scores are written before the softmax sums them
     tile_softmax(p, smem);
-    block_sync();  // weights and alpha are written before the values read them, row addresses read before they are replaced
+    block_sync();  // weights and alpha are written before the values read them, row addresses read before they are
+                   // replaced
     tile_values(acc, smem);
   }
 }
@@ -319,8 +322,10 @@ KERNEL(mlaflash_tile, BLOCK, MIN_BLOCKS) {
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) acc[h][j] = 0.0f;
 
-  if (p.vectorized) attend<true>(acc, p, r, token, head_begin, split, smem);
-  else attend<false>(acc, p, r, token, head_begin, split, smem);
+  if (p.vectorized)
+    attend<true>(acc, p, r, token, head_begin, split, smem);
+  else
+    attend<false>(acc, p, r, token, head_begin, split, smem);
   block_sync();  // MAXIMUM and SUM, of the initialisation where the split is empty, are written before they are read
   store_heads(p, token, head_begin, acc, smem);
 }

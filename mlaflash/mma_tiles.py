@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Final, Protocol, runtime_checkable
 
-from mlaflash.errors import InvalidArgumentError, TileError
+from mlaflash.checks import integer
+from mlaflash.errors import TileError
 from mlaflash.params import D
 
 TILE: Final = 16
@@ -54,7 +55,7 @@ def feature_defines(logit_cap: float, has_new_kv: bool, is_split_kv: bool) -> di
     has_new_kv : bool
         Whether the last q_len tokens come from `new_kv`.
     is_split_kv : bool
-        Whether the rope columns of a cache row do not follow its latent ones in memory: two buffers, or one in another order.
+        Whether the rope columns of a cache row lie elsewhere than right behind its latent ones.
     """
     return {"SOFT_CAP": int(logit_cap > 0), "NEW_KV": int(has_new_kv), "SPLIT_KV": int(is_split_kv)}
 
@@ -113,10 +114,8 @@ class MmaWideConfig:
                 f"refill_at is {self.refill_at}; with {self.column_warps} column warps a tile has "
                 f"{36 // self.column_warps} steps. Use about half of them."
             )
-        if self.nsplit is not None and (not isinstance(self.nsplit, int) or self.nsplit < 1):
-            raise InvalidArgumentError(
-                f"nsplit is {self.nsplit!r}; it must be an integer of at least 1, or None to have it chosen."
-            )
+        if self.nsplit is not None:
+            object.__setattr__(self, "nsplit", integer("nsplit", self.nsplit, 1))
 
     @property
     def kernel(self) -> str:
@@ -205,10 +204,8 @@ class MmaNarrowConfig:
             )
         if self.stages < 2:
             raise TileError(f"stages is {self.stages}; it must be at least 2. Use 2.")
-        if self.nsplit is not None and (not isinstance(self.nsplit, int) or self.nsplit < 1):
-            raise InvalidArgumentError(
-                f"nsplit is {self.nsplit!r}; it must be an integer of at least 1, or None to have it chosen."
-            )
+        if self.nsplit is not None:
+            object.__setattr__(self, "nsplit", integer("nsplit", self.nsplit, 1))
 
     @property
     def kernel(self) -> str:

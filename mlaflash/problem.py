@@ -56,7 +56,7 @@ class Rows:
         return self.rope.ptr + (DL * self.rope.itemsize if self.fused else 0)
 
     def is_contiguous(self) -> bool:
-        """Whether the rope columns of every row follow its latent ones in memory, in one array or in two views of one."""
+        """Whether the rope columns of every row follow its latent ones in memory, in one array or two views of one."""
         if self.rope_ptr != self.latent_ptr + DL * self.latent.itemsize:
             return False
         # An axis of length 1 is never stepped along.
@@ -217,7 +217,7 @@ class Problem:
             page_size = integer("page_size", page_size, 1)
         indptr, max_q = _query_lengths(view, q_rows, qo_indptr, batch, num_tokens, max_q_len)
         if len(q_rows.shape) == 3:
-            q_rows = _step_over_requests(q_rows)
+            q_rows = replace(q_rows, latent=one_token_axis(q_rows.latent), rope=one_token_axis(q_rows.rope))
         pages, size, strides, rope_strides = _pages(kv_rows, page_size)
         if batch == 1 and size == 1 and kv_indices is None and block_table is None:
             pages, size = 1, pages  # the slots of the only request, in order
@@ -348,8 +348,6 @@ def _query_lengths(
             )
         if q.shape[0] != batch:
             raise ShapeError(f"q holds {q.shape[0]} requests and kv_lens {batch}; they must agree.")
-        if batch > 1:
-            _check_flattens(q)
         return None, q.shape[1]
     if qo_indptr is None:
         if num_tokens % batch if batch else num_tokens:
@@ -362,24 +360,33 @@ def _query_lengths(
     return indptr, num_tokens if max_q_len is None else min(max_q_len, num_tokens)
 
 
-def _check_flattens(q: Rows) -> None:
-    """Kernels step over tokens with one stride: (B, S) must be one axis in memory."""
-    for array in (q.latent, q.rope):
-        if array.shape[1] > 1 and array.strides[0] != array.shape[1] * array.strides[1]:
-            raise ShapeError(
-                f"{array.name} has strides {array.strides} (in elements) over shape {array.shape}; its first two axes "
-                "must be one run of tokens in memory. Copy it, or pass (T, H, 576) with qo_indptr."
-            )
+def one_token_axis(array: ArrayView) -> ArrayView:
+    """Give the second axis of (B, S, ...) the stride from token to token, which is the only one that kernels know.
 
+    Parameters
+    ----------
+    array : ArrayView
+        Its first two axes count requests and their tokens.
 
-def _step_over_requests(q: Rows) -> Rows:
-    """Give an axis S of length 1 the stride from request to request: kernels step over tokens with the stride of S."""
-    if q.shape[1] != 1:
-        return q
-    latent, rope = (
-        replace(array, strides=(array.strides[0], array.strides[0], *array.strides[2:])) for array in (q.latent, q.rope)
-    )
-    return replace(q, latent=latent, rope=rope)
+    Returns
+    -------
+    ArrayView
+        With the stride between requests where S is 1.
+
+    Raises
+    ------
+    ShapeError
+        The tokens of all requests are not one run in memory.
+    """
+    (batch, q_len), (over_requests, over_tokens) = array.shape[:2], array.strides[:2]
+    if q_len == 1:
+        return replace(array, strides=(over_requests, over_requests, *array.strides[2:]))
+    if batch > 1 and over_requests != q_len * over_tokens:
+        raise ShapeError(
+            f"{array.name} has strides {array.strides} (in elements) over shape {array.shape}; its first two axes "
+            "must be one run of tokens in memory. Copy it, or pass flat tokens with qo_indptr."
+        )
+    return array
 
 
 def _pages(kv: Rows, page_size: int | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:

@@ -217,8 +217,11 @@ def mma_refusal(problem: Problem) -> str | None:
         return "a row of q, kv_cache or new_kv does not start on 16 bytes, which asynchronous copies need"
     if problem.mask_columns > MAX_TAIL_LEN:
         return f"the TreeMask has {problem.mask_columns} columns; at most {MAX_TAIL_LEN} fit a block's shared memory"
-    if max(*problem.page_strides, *problem.page_rope_strides) > _MAX_STRIDE:
-        return f"kv_cache has a stride of more than {_MAX_STRIDE} elements; the kernels keep strides in 32 bits"
+    strides = [*problem.page_strides, *problem.page_rope_strides]
+    if problem.new_kv is not None:
+        strides += [problem.new_kv.latent.strides[0], problem.new_kv.rope.strides[0]]
+    if max(strides) > _MAX_STRIDE:
+        return f"kv_cache or new_kv has a stride of more than {_MAX_STRIDE} elements; the kernels keep it in 32 bits"
     return None
 
 

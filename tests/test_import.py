@@ -68,7 +68,7 @@ def test_a_bad_variable_does_not_break_the_import(tmp_path):
 # A module may import from its own layer and from those below it.
 LAYERS = [
     {"errors"},
-    {"settings"},
+    {"checks", "settings"},
     {"device", "interop", "params"},
     {"combine", "masks", "merge", "mma_tiles", "problem", "scale", "tiles"},
     {"cost"},

@@ -121,7 +121,8 @@ def check(arguments: dict[str, Any], config: MmaWideConfig = ROWS_64, **how: Any
 
 def case(**fields: Any) -> Case:
     """Make a `Case` with the fields that a test does not care about."""
-    return Case(**{"name": "wide", "q_lens": (8,), "kv_lens": (203,), "heads": 8, "sm_scale": KIMI} | fields)
+    defaults: dict[str, Any] = {"name": "wide", "q_lens": (8,), "kv_lens": (203,), "heads": 8, "sm_scale": KIMI}
+    return Case(**(defaults | fields))
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
@@ -150,7 +151,9 @@ def test_every_shape_of_block(config: str) -> None:
     check(build(case(mask="tree", q_lens=(9, 2), kv_lens=(100, 31)), 2), CONFIGS[config], splits=2)
 
 
-@pytest.mark.parametrize(("out_dtype", "partial_dtype"), [("float32", "float32"), ("float32", "bfloat16"), ("float16", "float32")])
+@pytest.mark.parametrize(
+    ("out_dtype", "partial_dtype"), [("float32", "float32"), ("float32", "bfloat16"), ("float16", "float32")]
+)
 def test_output_types(out_dtype: str, partial_dtype: str) -> None:
     for splits in (1, 2):
         check(build(case(), 3), splits=splits, out_dtype=out_dtype, partial_dtype=partial_dtype)
@@ -282,7 +285,7 @@ def test_no_race_in_a_hundred_orders(config: str) -> None:
 
 
 SYNCHRONISES = re.compile(r"\b(\w*_sync|mbarrier_\w+|cp_async_wait_all|cp_async_mbarrier_arrive_noinc)\(")
-# What the emulator cannot miss, and why it stays.
+# What the emulator cannot see is gone, and why it stays.
 UNSEEN = {
     "warp_sync": "the lanes of a warp share one clock there; on a GPU a lane could arrive while others still read",
 }
@@ -313,7 +316,7 @@ def test_every_barrier_is_needed(number: int, tmp_path: Path) -> None:
 
     def is_noticed(seed: int) -> bool:
         try:
-            return verify(arguments, seed=seed, source=source).out.tobytes() != expected
+            return bool(verify(arguments, seed=seed, source=source).out.tobytes() != expected)
         except EmulatorError:
             return True
 

@@ -1,5 +1,6 @@
 """Bad input: a typed error that names the argument, the value and what is allowed, before anything is launched."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -204,3 +205,25 @@ def test_the_scale_has_no_default() -> None:
 
 def test_queries_longer_than_the_kv_are_legal() -> None:
     assert call(kv_lens=np.array([1, 0], np.int32))
+
+
+def test_results_of_one_token_each_may_lie_apart() -> None:
+    case = replace(CASE, q_lens=(1, 1))
+    arguments = build(case, 1)
+    del arguments["qo_indptr"]
+    expected = mla_verify(**arguments)
+    arguments["q"] = arguments["q"][:, None]
+    out = np.zeros((2, 5, 4, 512), F32)[:, 2:3]
+    lse = np.zeros((2, 5, 4), F32)[:, 2:3]
+    mla_verify(**arguments, out=out, lse=lse)
+    np.testing.assert_array_equal(out[:, 0], expected[0])
+    np.testing.assert_array_equal(lse[:, 0], expected[1])
+
+
+def test_results_of_several_tokens_must_be_one_run() -> None:
+    case = replace(CASE, q_lens=(2, 2))
+    arguments = build(case, 1)
+    del arguments["qo_indptr"]
+    arguments["q"] = arguments["q"].reshape(2, 2, 4, 576)
+    with pytest.raises(ShapeError, match="out has strides .* one run of tokens"):
+        mla_verify(**arguments, out=np.zeros((2, 5, 4, 512), F32)[:, 2:4])

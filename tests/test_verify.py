@@ -287,3 +287,21 @@ def test_out_dtype_is_the_callers(out_dtype: str, config: KernelConfig) -> None:
     assert out.dtype.name == out_dtype
     expected = oracle.mla_verify(**arguments)
     assert compare(out, lse, *expected, tolerance("bfloat16", out_dtype)).passed
+
+
+@pytest.mark.parametrize("config", [NaiveConfig(), SPLIT, *mma_configs()], ids=config_id)
+def test_a_nan_that_a_row_sees_does_not_pass_for_an_empty_row(config: KernelConfig) -> None:
+    arguments = build(replace(BASE, q_lens=(1,), kv_lens=(60,), dtype="bfloat16"), 20)
+    arguments["q"][0, 3, 5] = np.nan
+    out, lse = mla_verify(**arguments, kernel=config.kernel, tiles=config)
+    assert np.isnan(out[0, 3].astype(np.float32)).all()
+    assert np.isnan(lse[0, 3])
+
+
+@pytest.mark.parametrize("config", [SPLIT, *mma_configs()], ids=config_id)
+def test_a_split_of_nans_is_not_dropped(config: KernelConfig) -> None:
+    arguments = build(replace(BASE, q_lens=(1,), kv_lens=(60,), dtype="bfloat16", addressing="dense"), 21)
+    arguments["kv_cache"][0, :20] = np.nan
+    out, lse = mla_verify(**arguments, kernel=config.kernel, tiles=config)
+    assert np.isnan(out.astype(np.float32)).all()
+    assert np.isnan(lse).all()

@@ -47,7 +47,7 @@ CASES = [
 
 
 def run_and_compare(run: Any, case: Case, config: KernelConfig, seed: int, **extra: Any) -> None:
-    """Hold `run(**arguments)` against the oracle on the case's inputs, in bfloat16 where the kernel takes no float32."""
+    """Hold `run(**arguments)` against the oracle on the case, in bfloat16 where the kernel takes no float32."""
     if case.dtype == "float32" and config.kernel in MMA_KERNELS:
         case = replace(case, dtype="bfloat16")
     arguments = build(case, seed)

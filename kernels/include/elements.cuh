@@ -36,8 +36,10 @@ DEVICE u32 pack_elements(float lo, float hi) {
 
 template <int DTYPE>
 DEVICE float load_element(const u8* ptr) {
-  if constexpr (DTYPE == FLOAT32) return ld_global_f32(ptr);
-  else return element_to_f32<DTYPE>(ld_global_u16(ptr));
+  if constexpr (DTYPE == FLOAT32)
+    return ld_global_f32(ptr);
+  else
+    return element_to_f32<DTYPE>(ld_global_u16(ptr));
 }
 
 template <int DTYPE>
@@ -77,6 +79,8 @@ DEVICE Vector<DTYPE> load_vector(const u8* ptr) {
 
 template <int DTYPE>
 DEVICE void store_element(u8* ptr, float v) {
-  if constexpr (DTYPE == FLOAT32) st_global_f32(ptr, v);
-  else st_global_u16(ptr, (u16)pack_elements<DTYPE>(v, 0.0f));
+  if constexpr (DTYPE == FLOAT32)
+    st_global_f32(ptr, v);
+  else
+    st_global_u16(ptr, (u16)pack_elements<DTYPE>(v, 0.0f));
 }

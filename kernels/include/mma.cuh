@@ -1,9 +1,11 @@
-// What the tensor-core kernels share: the rows and KV tiles of a block, the masks of a tile, the online softmax on fragments, and
-// the stores of the results.
+// What the tensor-core kernels share: the rows and KV tiles of a block, the masks of a tile, the online softmax on
+// fragments, and the stores of the results.
 //
-// Packed rows: row r of a request is (query token r / H, head r % H), so that all heads of all its query tokens read one KV stream.
-// Fragments: of a 16 x 8 accumulator, lane l holds columns 2 (l % 4) and + 1 of row l / 4 in [0] and [1], and the same columns
-// of row l / 4 + 8 in [2] and [3]. "Half" h of a lane is its row l / 4 + 8 h. The scores of 16 rows x 16 tokens are two such tiles.
+// Packed rows: row r of a request is (query token r / H, head r % H), so that all heads of all its query tokens read
+// one KV stream.
+// Fragments: of a 16 x 8 accumulator, lane l holds columns 2 (l % 4) and + 1 of row l / 4 in [0] and [1], and the same
+// columns of row l / 4 + 8 in [2] and [3]. "Half" h of a lane is its row l / 4 + 8 h. The scores of 16 rows x 16 tokens
+// are two such tiles.
 #pragma once
 #include "addressing.cuh"
 
@@ -17,8 +19,10 @@ DEVICE int lane_idx() { return thread_idx() % WARP; }
 DEVICE int warp_idx() { return thread_idx() / WARP; }
 
 DEVICE void mma_16x8x16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (Q_DTYPE == BFLOAT16) mma_m16n8k16_bf16(c, a, b0, b1);
-  else mma_m16n8k16_f16(c, a, b0, b1);
+  if constexpr (Q_DTYPE == BFLOAT16)
+    mma_m16n8k16_bf16(c, a, b0, b1);
+  else
+    mma_m16n8k16_f16(c, a, b0, b1);
 }
 
 // --- rows and tiles of a block -------------------------------------------------------------------------------------
@@ -57,7 +61,7 @@ DEVICE int first_masked_tile(const VerifyParams& p, const Request& r, const RowT
   return max_int(end, 0) / TILE;
 }
 
-// Word `index` of the mask row of query token q: ones to its left (what lies before the tail is visible), zeros to its right.
+// Word `index` of the mask row of query token q: ones to its left (all before the tail is visible), zeros to its right.
 DEVICE u32 tree_word(const VerifyParams& p, int q, int index) {
   if (index < 0) return ~0u;
   return index < p.mask_words_per_row ? ld_global_u32(p.mask_words + (i64)q * p.mask_words_per_row + index) : 0u;
@@ -86,8 +90,8 @@ DEVICE void mask_scores(float (&s)[2][4], const u32 (&bits)[2]) {
 
 // --- scale ---------------------------------------------------------------------------------------------------------
 
-// The softmax takes its maxima over raw scores and scales within the exponent, which is right for positive scales. So the sign of
-// the scale goes into q, exactly, and a scale of 0 becomes q = 0 and scale 1: masked scores then stay -inf.
+// The softmax takes its maxima over raw scores and scales within the exponent, which is right for positive scales. So
+// the sign of the scale goes into q, exactly, and a scale of 0 becomes q = 0 and scale 1: masked scores then stay -inf.
 DEVICE u32 fold_scale_sign(const VerifyParams& p, u32 q_pair) {
   if (p.sm_scale == 0.0f) return 0;
   return p.sm_scale < 0.0f ? q_pair ^ 0x80008000u : q_pair;
@@ -106,9 +110,7 @@ DEVICE void soft_cap(const VerifyParams& p, float (&s)[2][4]) {
     for (int e = 0; e < 4; e++) s[n][e] = tanh_f32(s[n][e] * inner);
 }
 // Positive factor from scores (soft-capped ones, if so) to base-2 exponents.
-DEVICE float exponent_scale(const VerifyParams& p) {
-  return (SOFT_CAP ? p.logit_cap : scale_magnitude(p)) * LOG2_E;
-}
+DEVICE float exponent_scale(const VerifyParams& p) { return (SOFT_CAP ? p.logit_cap : scale_magnitude(p)) * LOG2_E; }
 
 // --- softmax -------------------------------------------------------------------------------------------------------
 
@@ -118,8 +120,8 @@ struct Softmax {
   float sum[2];   // of the weights of the lane's own columns
 };
 
-// A weight may grow to 2^RESCALE_ABOVE before the row's base follows its maximum: it fits float16, and nearly every tile is spared
-// the shuffles and the rescaling of the accumulators.
+// A weight may grow to 2^RESCALE_ABOVE before the row's base follows its maximum: it fits float16, and nearly every
+// tile is spared the shuffles and the rescaling of the accumulators.
 constexpr float RESCALE_ABOVE = 8.0f;
 
 DEVICE float max_over_row(float v) {
@@ -147,8 +149,8 @@ DEVICE void rescale(Softmax& softmax, float (&o)[N][4], const float (&maxima)[2]
   }
 }
 
-// Turns the scores of a tile into weights 2^(scale * s - base), packed as the A operand (16 rows x 16 tokens) of the product with V.
-// Online softmax: Milakov and Gimelshein, arXiv:1805.02867.
+// Turns the scores of a tile into weights 2^(scale * s - base), packed as the A operand (16 rows x 16 tokens) of the
+// product with V. Online softmax: Milakov and Gimelshein, arXiv:1805.02867.
 template <int N>
 DEVICE void softmax_tile(const float (&s)[2][4], float scale, Softmax& softmax, float (&o)[N][4], u32 (&weights)[4]) {
   float maxima[2];
@@ -171,9 +173,9 @@ DEVICE void softmax_tile(const float (&s)[2][4], float scale, Softmax& softmax, 
 
 // --- results -------------------------------------------------------------------------------------------------------
 
-// 16 columns of one row, from two neighbouring accumulator tiles: `ptr` is the first column, (a0, a1) the lane's pair of the
-// first tile, (b0, b1) of the second. The four lanes of a row write ascending addresses that fill whole 32-byte sectors:
-// other orders were several times slower. All lanes of the warp take part; only those with `exists` store.
+// 16 columns of one row, from two neighbouring accumulator tiles: `ptr` is the first column, (a0, a1) the lane's pair
+// of the first tile, (b0, b1) of the second. The four lanes of a row write ascending addresses that fill whole 32-byte
+// sectors: other orders were several times slower. All lanes of the warp take part; only those with `exists` store.
 template <int DTYPE>
 DEVICE void store_16_columns(u8* ptr, bool exists, int quad_lane, float a0, float a1, float b0, float b1) {
   if constexpr (DTYPE == FLOAT32) {
@@ -181,7 +183,7 @@ DEVICE void store_16_columns(u8* ptr, bool exists, int quad_lane, float a0, floa
     st_global_f32x2(ptr + quad_lane * 8, {a0, a1});
     st_global_f32x2(ptr + 32 + quad_lane * 8, {b0, b1});
   } else {
-    // Lanes 0 .. 3 hold pairs 0 .. 3 of the first tile and 4 .. 7 of the second; lane k ends up with pairs 2 k and 2 k + 1.
+    // Lanes 0 .. 3 hold pairs 0 .. 3 of the first tile and 4 .. 7 of the second; lane k ends up with 2 k and 2 k + 1.
     const u32 first = pack_elements<DTYPE>(a0, a1), second = pack_elements<DTYPE>(b0, b1);
     const bool high = quad_lane & 2, odd = quad_lane & 1;
     const u32 far = shfl_xor_u32(high ? first : second, 2);
@@ -206,7 +208,8 @@ DEVICE u8* result_row(const VerifyParams& p, const Request& r, int row) {
   if (p.num_splits > 1)
     return element_ptr<DTYPE>(p.partial_out,
                               ((block_idx_y() * (i64)p.num_tokens + r.q_begin) * p.num_heads + row) * DL);
-  return element_ptr<DTYPE>(p.out, (r.q_begin + row / p.num_heads) * p.out_stride_t + row % p.num_heads * p.out_stride_h);
+  return element_ptr<DTYPE>(p.out,
+                            (r.q_begin + row / p.num_heads) * p.out_stride_t + row % p.num_heads * p.out_stride_h);
 }
 
 // `lse` is base 2.
@@ -218,29 +221,30 @@ DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, float ls
                   lse * LN_2);
 }
 
-// A warp's 16 rows from `first` on (those below `end`), 8 N columns from `column` on; the warp of column 0 writes the lse.
+// A warp's 16 rows from `first` on (those below `end`), 8 N columns from `column` on; that of column 0 writes the lse.
 template <int N>
-DEVICE void store_results(const VerifyParams& p, const Request& r, int first, int end, int column, const Softmax& softmax,
-                          const float (&o)[N][4]) {
+DEVICE void store_results(const VerifyParams& p, const Request& r, int first, int end, int column,
+                          const Softmax& softmax, const float (&o)[N][4]) {
   const int lane = thread_idx_anew() % WARP, quad_lane = lane % 4;  // not kept in a register through the loop before
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int row = first + lane / 4 + 8 * h;
-    const bool exists = row < end, empty = softmax.base[h] == neg_inf();
     const float sum = sum_over_row(softmax.sum[h]);
+    // Not asked of the maximum: where scores are NaN it stays -inf, and would hide them.
+    const bool exists = row < end, empty = sum == 0.0f;
     const float factor = empty ? 0.0f : 1.0f / sum;
     if (OUT_DTYPE == PARTIAL_DTYPE || p.num_splits == 1)
-      store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, row) + column * element_bytes<OUT_DTYPE>(), exists, quad_lane, o,
-                            h, factor);
+      store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, row) + column * element_bytes<OUT_DTYPE>(), exists, quad_lane,
+                            o, h, factor);
     else
       store_half<PARTIAL_DTYPE>(result_row<PARTIAL_DTYPE>(p, r, row) + column * element_bytes<PARTIAL_DTYPE>(), exists,
                                 quad_lane, o, h, factor);
-    if (exists && column == 0 && quad_lane == 0)
-      store_lse(p, r, row, empty ? neg_inf() : softmax.base[h] + lg2(sum));
+    if (exists && column == 0 && quad_lane == 0) store_lse(p, r, row, empty ? neg_inf() : softmax.base[h] + lg2(sum));
   }
 }
 
-// Rows [first, end) of a split in which they see nothing: an lse of -inf, and zeros where the split's row is the result.
+// Rows [first, end) of a split in which they see nothing: an lse of -inf, and zeros where the split's row is the
+// result.
 template <int THREADS>
 DEVICE void store_empty(const VerifyParams& p, const Request& r, int first, int end) {
   constexpr int QUADS = DL / 4;
@@ -248,8 +252,10 @@ DEVICE void store_empty(const VerifyParams& p, const Request& r, int first, int 
   if (p.num_splits > 1) return;
   for (int i = thread_idx(); i < (end - first) * QUADS; i += THREADS) {
     u8* quad = result_row<OUT_DTYPE>(p, r, first + i / QUADS) + i % QUADS * 4 * element_bytes<OUT_DTYPE>();
-    if constexpr (OUT_DTYPE == FLOAT32) st_global_f32x4(quad, {0.0f, 0.0f, 0.0f, 0.0f});
-    else st_global_u32x2(quad, {0, 0});
+    if constexpr (OUT_DTYPE == FLOAT32)
+      st_global_f32x4(quad, {0.0f, 0.0f, 0.0f, 0.0f});
+    else
+      st_global_u32x2(quad, {0, 0});
   }
 }
 

@@ -56,10 +56,10 @@ struct VerifyParams {
   i32 page_shift;
   i32 mask_words_per_row;
   i32 num_splits;
-  i32 mask_mode;   // MASK_*
+  i32 mask_mode;    // MASK_*
   i32 wide_ids;     // 1: page_ids are int64
   i32 wide_indptr;  // 1: kv_indptr is int64
-  i32 vectorized;  // 1: every q and KV row starts on 16 bytes, so 128-bit loads are legal
+  i32 vectorized;   // 1: every q and KV row starts on 16 bytes, so 128-bit loads are legal
   float sm_scale;
   float logit_cap;  // 0: no soft-cap
 };
@@ -85,14 +85,16 @@ static_assert(TK > 0 && (TK & (TK - 1)) == 0, "TK must be a positive power of tw
 constexpr int SPLIT_WARPS = MLAFLASH_SPLIT_WARPS;
 #endif
 
-// mma_wide: warps are ROW_GROUPS x COLUMN_WARPS; a row group owns 16 packed rows, a column warp its share of the columns.
+// mma_wide: warps are ROW_GROUPS x COLUMN_WARPS; a row group owns 16 packed rows, a column warp its share of the
+// columns.
 #ifdef MLAFLASH_ROW_GROUPS
 constexpr int ROW_GROUPS = MLAFLASH_ROW_GROUPS;
 #endif
 #ifdef MLAFLASH_COLUMN_WARPS
 constexpr int COLUMN_WARPS = MLAFLASH_COLUMN_WARPS;
 #endif
-// Tiles in the KV ring; how many ldmatrix a warp issues ahead of the products that use them; before which product it refills the ring.
+// Tiles in the KV ring; how many ldmatrix a warp issues ahead of the products that use them; before which product it
+// refills the ring.
 #ifdef MLAFLASH_STAGES
 constexpr int STAGES = MLAFLASH_STAGES;
 #endif
@@ -110,12 +112,14 @@ constexpr int SOFT_CAP = MLAFLASH_SOFT_CAP;
 #ifdef MLAFLASH_NEW_KV
 constexpr int NEW_KV = MLAFLASH_NEW_KV;
 #endif
-// SPLIT_KV 0: the rope columns of a cache row follow its latent ones; k_pe and its strides say nothing new. 1: they lie elsewhere.
+// SPLIT_KV 0: the rope columns of a cache row follow its latent ones; k_pe and its strides say nothing new. 1: they lie
+// elsewhere.
 #ifdef MLAFLASH_SPLIT_KV
 constexpr int SPLIT_KV = MLAFLASH_SPLIT_KV;
 #endif
 
-// mma_narrow: groups of four warps that take turns at the KV tiles, and buffers for the scores that a group's warps exchange.
+// mma_narrow: groups of four warps that take turns at the KV tiles, and buffers for the scores that a group's warps
+// exchange.
 #ifdef MLAFLASH_KV_GROUPS
 constexpr int KV_GROUPS = MLAFLASH_KV_GROUPS;
 constexpr int EXCHANGE_BUFFERS = MLAFLASH_EXCHANGE_BUFFERS;

@@ -180,7 +180,8 @@ DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// Arrives on the mbarrier when all of this thread's earlier cp.async have landed; the arrival is one of the barrier's count.
+// Arrives on the mbarrier when all of this thread's earlier cp.async have landed; the arrival is one of the barrier's
+// count.
 DEVICE void cp_async_mbarrier_arrive_noinc(u32 mbar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbar) : "memory");
 }
@@ -221,11 +222,10 @@ DEVICE void mbarrier_arrive(u32 mbar) {
 DEVICE bool mbarrier_try_wait(u32 mbar, u32 parity) {
   u32 done;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done)
-      : "r"(mbar), "r"(parity)
-      : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(mbar), "r"(parity)
+               : "memory");
 #else
   // Before sm_90 only the state-token form of test_wait exists with parity since PTX 7.1.
   asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -247,7 +247,8 @@ DEVICE u32 shfl_xor_u32(u32 v, int lane_mask) { return __shfl_xor_sync(0xfffffff
 DEVICE u32 shfl_u32(u32 v, int src_lane) { return __shfl_sync(0xffffffffu, v, src_lane); }
 DEVICE u64 shfl_u64(u64 v, int src_lane) { return __shfl_sync(0xffffffffu, v, src_lane); }
 DEVICE float shfl_f32(float v, int src_lane) { return __shfl_sync(0xffffffffu, v, src_lane); }
-// The same value, of which the compiler's front end no longer knows how it came about: it does not compute it again elsewhere.
+// The same value, of which the compiler's front end no longer knows how it came about: it does not compute it again
+// elsewhere.
 DEVICE u32 keep_in_register(u32 v) {
   asm volatile("" : "+r"(v));
   return v;

@@ -1,7 +1,9 @@
-// ceilings: rates that bound every kernel of this library, one block after another of nothing but the instruction in question.
+// ceilings: rates that bound every kernel of this library, one block after another of nothing but the instruction in
+// question.
 //
 // Grid:   any x; block: 256. Shared: 16 KiB for LIMIT 2.
-// LIMIT:  0 fused multiply-adds of float32, 1 mma.sync m16n8k16 bfloat16 with float32 accumulation, 2 128-bit loads from shared
+// LIMIT:  0 fused multiply-adds of float32, 1 mma.sync m16n8k16 bfloat16 with float32 accumulation, 2 128-bit loads
+// from shared
 //         memory without bank conflicts. Streaming reads are timed with flush.cu.
 // Idea:   eight independent chains a thread cover the latency of each, so that the issue rate is what is measured.
 constexpr int CHAINS = 8;

@@ -20,7 +20,10 @@ from mlaflash.schedule import KERNELS, MMA_KERNELS, mma_refusal, plan
 from mlaflash.tiles import KernelConfig
 
 COMPILED: Final = (*KERNELS, "combine")
-SHIPPED: Final[dict[str, tuple[KernelConfig, ...]]] = {"mma_narrow": (NARROW,), "mma_wide": (ROWS_32, ROWS_32_PAIR, ROWS_64)}
+SHIPPED: Final[dict[str, tuple[KernelConfig, ...]]] = {
+    "mma_narrow": (NARROW,),
+    "mma_wide": (ROWS_32, ROWS_32_PAIR, ROWS_64),
+}
 """Configurations that a call may choose, of the kernels that have more than one for a problem's shape."""
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
