@@ -225,5 +225,5 @@ def test_results_of_several_tokens_must_be_one_run() -> None:
     arguments = build(case, 1)
     del arguments["qo_indptr"]
     arguments["q"] = arguments["q"].reshape(2, 2, 4, 576)
-    with pytest.raises(ShapeError, match="out has strides .* one run of tokens"):
+    with pytest.raises(ShapeError, match=r"out has strides .* one run of tokens"):
         mla_verify(**arguments, out=np.zeros((2, 5, 4, 512), F32)[:, 2:4])
