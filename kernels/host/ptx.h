@@ -153,7 +153,6 @@ DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 DEVICE i64 mad_wide_i32(i32 a, i32 b, i64 c) { return (i64)a * b + c; }
 DEVICE u32 keep_in_register(u32 v) { return v; }
-DEVICE u32 use_here(u32 v) { return v; }
 DEVICE float as_f32(u32 bits) { return emulator::bits_to_f32(bits); }
 DEVICE u32 as_u32(float v) { return emulator::f32_to_bits(v); }
 DEVICE u32 pack_bf16x2(float lo, float hi) {
