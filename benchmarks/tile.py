@@ -91,7 +91,8 @@ def main() -> None:
     ceilings = measure_ceilings(device)
     lines = [
         f"{device.name}; measured ceilings: {ceilings.read_gb_s:,.0f} GB/s streaming read, "
-        f"{ceilings.fma_tflop_s:.0f} TFLOP/s float32 FMA, {ceilings.shared_tb_s:.0f} TB/s shared memory, "
+        f"{ceilings.fma_tflop_s:.0f} TFLOP/s float32 FMA, "
+        f"{ceilings.shared_tb_s:.0f} TB/s shared memory (128 B a clock and SM), "
         f"{ceilings.mma_tflop_s:.0f} TFLOP/s `mma.sync` bfloat16.",
         "",
         "| kv | naive, us (its KV loads) | best tile, us (HT x TK x NSPLIT) | naive / tile "

@@ -211,6 +211,8 @@ def mma_refusal(problem: Problem) -> str | None:
     ----------
     problem : Problem
     """
+    if problem.batch == 0:
+        return "kv_lens is empty, and every query token padding"
     if problem.dtype == "float32":
         return "q is float32; the tensor cores take bfloat16 and float16"
     if not problem.is_aligned:

@@ -104,8 +104,8 @@ def test_a_launch_computes_what_the_constants_and_the_argument_say(cupy):
 @pytest.mark.gpu
 def test_the_second_load_is_the_same_object(cupy):
     device = Device.current()
-    before = stats().memory_hits
     toy = load("toy", {"FACTOR": 3}, device, SHARED_BYTES)
+    before = stats().memory_hits
     assert load("toy", {"FACTOR": 3}, device, SHARED_BYTES) is toy
     assert stats().memory_hits == before + 1
 

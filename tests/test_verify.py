@@ -9,7 +9,7 @@ import pytest
 from verify_cases import BASE, CASES, SCALE, assert_same, config_id, configs, mma_configs, run_and_compare
 
 from mlaflash import TreeMask, oracle
-from mlaflash.emulator import mla_verify
+from mlaflash.emulator import mla_verify, run_kernel
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, tile_candidates
@@ -140,6 +140,38 @@ def test_one_token_of_each_of_several_in_a_buffer(config: KernelConfig, paired: 
     arguments["q"] = (q[..., :512], q[..., 512:]) if paired else q
     out, lse = mla_verify(**arguments, kernel=config.kernel, tiles=config)
     assert compare(out[:, 0], lse[:, 0], *expected, tolerance("float32", "float32")).passed
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, *mma_configs()], ids=config_id)
+def test_what_combine_loads_was_written(config: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    # More splits than tiles, padding, empty requests: the splits of nothing must leave zeros, not what was there.
+    arguments = build(replace(BASE, q_lens=(2, 0, 3), kv_lens=(20, 0, 45), dtype="bfloat16"), 22)
+    padding = np.full((4, 8, 576), np.nan, arguments["q"].dtype)
+    arguments["q"] = np.concatenate([arguments["q"], padding])
+    merged: list[Any] = []
+
+    def spy(kernel: str, *rest: Any, **options: Any) -> Any:
+        arrays = rest[-1]
+        if kernel == "combine":
+            merged.append(arrays["partial_out"].astype(np.float32))
+        return run_kernel(kernel, *rest, **options)
+
+    monkeypatch.setattr("mlaflash.emulator.verify.run_kernel", spy)
+    tiles = config if isinstance(config, NaiveConfig) else replace(config, nsplit=7)
+    mla_verify(**arguments, kernel=config.kernel, tiles=tiles)
+    assert len(merged) == (0 if isinstance(config, NaiveConfig) else 1)
+    assert all(np.isfinite(partial).all() for partial in merged)
+
+
+@pytest.mark.parametrize("kernel", [None, "naive", "tile"])
+def test_a_batch_of_nothing_but_padding_is_empty(kernel: str | None) -> None:
+    none = np.zeros(0, np.int32)
+    out, lse = mla_verify(
+        np.ones((3, 8, 576), ml_dtypes.bfloat16), np.ones((4, 576), ml_dtypes.bfloat16), sm_scale=SCALE, kv_lens=none,
+        kv_indptr=np.zeros(1, np.int32), kv_indices=none, qo_indptr=np.zeros(1, np.int32), kernel=kernel,
+    )  # fmt: skip
+    assert (out.astype(np.float32) == 0).all()
+    assert np.isneginf(lse).all()
 
 
 def test_a15_nothing_to_do_launches_nothing() -> None:

@@ -243,19 +243,26 @@ DEVICE void store_results(const VerifyParams& p, const Request& r, int first, in
   }
 }
 
-// Rows [first, end) of a split in which they see nothing: an lse of -inf, and zeros where the split's row is the
-// result.
+template <int DTYPE>
+DEVICE void store_zeros(const VerifyParams& p, const Request& r, int row, int quad) {
+  u8* ptr = result_row<DTYPE>(p, r, row) + quad * 4 * element_bytes<DTYPE>();
+  if constexpr (DTYPE == FLOAT32)
+    st_global_f32x4(ptr, {0.0f, 0.0f, 0.0f, 0.0f});
+  else
+    st_global_u32x2(ptr, {0, 0});
+}
+
+// Rows [first, end) of a split in which they see nothing: zeros and an lse of -inf. Of several splits the zeros weigh
+// nothing, but combine loads them before it knows the weights, and memory that nobody wrote is no thing to load.
 template <int THREADS>
 DEVICE void store_empty(const VerifyParams& p, const Request& r, int first, int end) {
   constexpr int QUADS = DL / 4;
   for (int row = first + thread_idx(); row < end; row += THREADS) store_lse(p, r, row, neg_inf());
-  if (p.num_splits > 1) return;
   for (int i = thread_idx(); i < (end - first) * QUADS; i += THREADS) {
-    u8* quad = result_row<OUT_DTYPE>(p, r, first + i / QUADS) + i % QUADS * 4 * element_bytes<OUT_DTYPE>();
-    if constexpr (OUT_DTYPE == FLOAT32)
-      st_global_f32x4(quad, {0.0f, 0.0f, 0.0f, 0.0f});
+    if (OUT_DTYPE == PARTIAL_DTYPE || p.num_splits == 1)
+      store_zeros<OUT_DTYPE>(p, r, first + i / QUADS, i % QUADS);
     else
-      st_global_u32x2(quad, {0, 0});
+      store_zeros<PARTIAL_DTYPE>(p, r, first + i / QUADS, i % QUADS);
   }
 }
 

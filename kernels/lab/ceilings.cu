@@ -1,10 +1,9 @@
 // ceilings: rates that bound every kernel of this library, one block after another of nothing but the instruction in
 // question.
 //
-// Grid:   any x; block: 256. Shared: 16 KiB for LIMIT 2.
-// LIMIT:  0 fused multiply-adds of float32, 1 mma.sync m16n8k16 bfloat16 with float32 accumulation, 2 128-bit loads
-// from shared
-//         memory without bank conflicts. Streaming reads are timed with flush.cu.
+// Grid:   any x; block: 256. Shared: none.
+// LIMIT:  0 fused multiply-adds of float32, 1 mma.sync m16n8k16 bfloat16 with float32 accumulation. Streaming reads are
+//         timed with flush.cu.
 // Idea:   eight independent chains a thread cover the latency of each, so that the issue rate is what is measured.
 constexpr int CHAINS = 8;
 
@@ -27,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) mlaflash_ceilings(unsigned 
       for (int c = 0; c < CHAINS; c++) acc[c] = __fmaf_rn(acc[c], seed, acc[c]);
     }
     for (int c = 0; c < CHAINS; c++) total += acc[c];
-  } else if constexpr (MLAFLASH_LIMIT == 1) {
+  } else {
     float acc[CHAINS][4] = {};
     const unsigned bits = __float_as_uint(seed) + threadIdx.x;
     const unsigned a[4] = {bits, bits * 3, bits * 5, bits * 7};
@@ -36,21 +35,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) mlaflash_ceilings(unsigned 
       for (int c = 0; c < CHAINS; c++) mma(acc[c], a, bits + c, bits * 11 + c);
     }
     for (int c = 0; c < CHAINS; c++) total += acc[c][0] + acc[c][1] + acc[c][2] + acc[c][3];
-  } else {
-    __shared__ float4 words[1024];
-    for (int i = threadIdx.x; i < 1024; i += 256) words[i] = {seed, seed, seed, seed};
-    __syncthreads();  // written before they are read
-    const unsigned base = (unsigned)__cvta_generic_to_shared(words);
-    for (unsigned step = 0; step < steps; step++) {
-#pragma unroll
-      for (int c = 0; c < CHAINS; c++) {
-        float4 v;
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                     : "r"(base + (c * 32 + threadIdx.x) % 1024 * 16));
-        total += v.x;
-      }
-    }
   }
   if (total == 12345.678f) *sink = total;
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mlaflash.device import Device
+from mlaflash.device import Device, parse_arch
 from mlaflash.jit.compiler import compile_sources
 from mlaflash.jit.sources import kernel_root, read
 
@@ -16,6 +16,8 @@ _CHAINS = 8
 _STEPS = 4096
 _READ_BYTES = 1 << 30
 _SAMPLES = 7
+_SHARED_BYTES_A_CLOCK = 128
+_FMA_LANES = {(8, 0): 64}  # of an SM; 128 on all others since sm_86
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Ceilings:
     fma_tflop_s : float
         float32 fused multiply-adds, two operations each.
     shared_tb_s : float
-        128-bit loads from shared memory, 1e12 bytes a second over all SMs.
+        Shared memory of all SMs, 1e12 bytes a second: 128 bytes a clock and SM, at the clock of the multiply-adds.
     """
 
     read_gb_s: float
@@ -54,12 +56,14 @@ def measure_ceilings(device: Device) -> Ceilings:
     """
     warps = 2 * device.num_sms * _THREADS // 32
     instructions = warps * _STEPS * _CHAINS
-    fma, mma, shared = (_instruction_seconds(device, limit) for limit in range(3))
+    fma, mma = (_instruction_seconds(device, limit) for limit in range(2))
+    fma_flop_s = instructions * 2 * 32 / fma
+    clock = fma_flop_s / (2 * _FMA_LANES.get(parse_arch(device.arch)[0], 128) * device.num_sms)
     return Ceilings(
         read_gb_s=_READ_BYTES / _read_seconds(device) / 1e9,
         mma_tflop_s=instructions * 2 * 16 * 8 * 16 / mma / 1e12,
-        fma_tflop_s=instructions * 2 * 32 / fma / 1e12,
-        shared_tb_s=instructions * 512 / shared / 1e12,
+        fma_tflop_s=fma_flop_s / 1e12,
+        shared_tb_s=_SHARED_BYTES_A_CLOCK * device.num_sms * clock / 1e12,
     )
 
 

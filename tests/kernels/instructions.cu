@@ -66,6 +66,12 @@ DEVICE void global_copies(const VerifyParams& p) {
     case 12:
       st_global_f32x4(bytes_of(p.out, 16 * t), ld_global_cg_f32x4(bytes_of(p.a, 16 * t)));
       break;
+    case 13:
+      st_global_u32(bytes_of(p.out, 4 * t), ld_global_early_u32(bytes_of(p.a, 4 * t)));
+      break;
+    case 14:
+      st_global_u32(bytes_of(p.out, 4 * t), ld_global_nc_u32(bytes_of(p.a, 4 * t)));
+      break;
   }
 }
 
