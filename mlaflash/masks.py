@@ -7,31 +7,46 @@ Bit ``j`` of row ``i``, least significant first, says that draft token ``i`` may
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mlaflash.checks import integer
 from mlaflash.errors import InvalidArgumentError, ShapeError
-
-BITS_PER_WORD = 32
-
-Bools = npt.NDArray[np.bool_]
-Int64s = npt.NDArray[np.int64]
+from mlaflash.mask_formats import (
+    Bools,
+    ancestors,
+    array_like,
+    check_parents,
+    dense_to_bits,
+    flashinfer_to_words,
+    integers,
+    module_of,
+    pack_rows,
+    parents_to_retrieve,
+    retrieve_to_parents,
+    rows_bounds,
+    sglang_to_words,
+    split_parents,
+    to_host,
+    unpack_rows,
+    words_per_row,
+    words_to_flashinfer,
+    words_to_sglang,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMask:
     """Visibility among the draft tokens of each request, one packed row for each query token.
 
-    Make one with `from_parents`, `from_dense`, `from_packed` or `causal`. The first two check what
-    they are given and therefore read it: with CuPy arrays they synchronise. `from_packed` looks at
-    shape and dtype alone and keeps the array, so that new bits written into it in place are used by
-    the next call.
+    Make one with `from_parents`, `from_dense`, `from_flashinfer`, `from_sglang`, `from_retrieve`,
+    `from_packed` or `causal`. All but the last two check what they are given and therefore read it:
+    with CuPy arrays they synchronise. `from_packed` looks at shape and dtype alone and keeps the
+    array, so that new bits written into it in place are used by the next call.
 
     Attributes
     ----------
@@ -48,7 +63,7 @@ class TreeMask:
         """Check shape and dtype; the bits are not read."""
         object.__setattr__(self, "max_q", integer("max_q", self.max_q, 0))
         shape, dtype = getattr(self.words, "shape", None), getattr(self.words, "dtype", None)
-        if shape is None or dtype is None or _module(self.words) not in ("numpy", "cupy"):
+        if shape is None or dtype is None or module_of(self.words) not in ("numpy", "cupy"):
             raise ShapeError(
                 f"words is {type(self.words).__name__}; it must be a NumPy or a CuPy array: convert it first."
             )
@@ -109,14 +124,8 @@ class TreeMask:
                 " (B, S, S)."
             )
         like = dense if hasattr(dense, "shape") else dense[0] if len(dense) else None
-        matrices = [_square_bools(_to_host(f"dense[{b}]", matrix), b) for b, matrix in enumerate(dense)]
-        max_q = max((len(matrix) for matrix in matrices), default=0)
-        words = np.zeros((sum(map(len, matrices)), words_per_row(max_q)), np.uint32)
-        row = 0
-        for matrix in matrices:
-            words[row : row + len(matrix)] = _pack(matrix, words.shape[1])
-            row += len(matrix)
-        return cls(_like(words, like), max_q)
+        bits = dense_to_bits(dense)
+        return cls(array_like(pack_rows(bits), like), bits.shape[1])
 
     @classmethod
     def from_parents(cls, parents: Any, qo_indptr: Any = None, *, forest: bool = False) -> TreeMask:
@@ -137,21 +146,128 @@ class TreeMask:
         -------
         TreeMask
         """
-        host = _integers("parents", parents)
-        if host.ndim == 2:
-            if qo_indptr is not None:
-                raise InvalidArgumentError(
-                    f"parents has shape {host.shape} and qo_indptr was given too; flatten parents,"
-                    " or leave qo_indptr out."
-                )
-            requests = list(host)
-        elif host.ndim == 1:
-            bounds = _bounds(qo_indptr, host.size, max_q=host.size)
-            requests = [host[bounds[b] : bounds[b + 1]] for b in range(len(bounds) - 1)]
-        else:
-            raise ShapeError(f"parents has shape {host.shape}; it must be (T,) or (B, S).")
-        mask = cls.from_dense([_ancestors(own, b, forest) for b, own in enumerate(requests)])
-        return cls(_like(mask.words, parents), mask.max_q)
+        requests = split_parents(parents, qo_indptr)
+        bits = dense_to_bits([ancestors(own, b, forest) for b, own in enumerate(requests)])
+        return cls(array_like(pack_rows(bits), parents), bits.shape[1])
+
+    @classmethod
+    def from_retrieve(cls, next_token: Any, next_sibling: Any) -> TreeMask:
+        """Make the mask of draft trees given as first child and next sibling.
+
+        Parameters
+        ----------
+        next_token, next_sibling : array, shape (B, S), integers
+            SGLang's ``retrieve_next_token`` (spelt ``retrive_`` in its kernels) and
+            ``retrieve_next_sibling``: a token's first child and the next child of its parent, counted
+            inside the request; -1 for none. Token 0 is the root, and a parent comes before its
+            children.
+
+        Returns
+        -------
+        TreeMask
+
+        Raises
+        ------
+        InvalidArgumentError
+            A link is out of range or leads to a token twice, or no link leads to some token.
+
+        Notes
+        -----
+        Layout: ``build_tree_efficient`` in SGLang's ``sgl-kernel/csrc/speculative/eagle_utils.cu``.
+        """
+        mask = cls.from_parents(retrieve_to_parents(next_token, next_sibling))
+        return cls(array_like(mask.words, next_token), mask.max_q)
+
+    @classmethod
+    def from_flashinfer(
+        cls, packed: Any, kv_lens: Any, qo_indptr: Any, *, bitorder: Literal["little", "big"]
+    ) -> TreeMask:
+        """Take over FlashInfer's packed custom mask.
+
+        Parameters
+        ----------
+        packed : array, shape (sum of ceil(q_len * kv_len / 8),), uint8
+            For each request, from a byte of its own on, q_len rows of kv_len bits. 1: visible. The
+            bits that fill a request's last byte are 0.
+        kv_lens : array, shape (B,), integers
+            Tokens of each request, its draft tokens included.
+        qo_indptr : array, shape (B + 1,), integers
+            Where the draft tokens of each request begin and end.
+        bitorder : {"little", "big"}
+            Which bit of a byte comes first. There is no default: FlashInfer's kernels read
+            ``"little"``, and what ``flashinfer.packbits`` and `numpy.packbits` make unless told
+            otherwise is ``"big"``.
+
+        Returns
+        -------
+        TreeMask
+            Columns of tokens that a request shorter than its draft does not have are 0.
+
+        Raises
+        ------
+        UnsupportedError
+            A token before the last q_len is hidden from some row, as by a sliding window.
+        InvalidArgumentError
+            The bytes are more or fewer than the lengths need, or a bit past the last is set.
+
+        Notes
+        -----
+        Layout: ``CustomMaskAttention`` in FlashInfer's ``include/flashinfer/attention/variants.cuh``
+        and ``SegmentPackBitsKernel`` in its ``include/flashinfer/quantization.cuh``.
+        """
+        return cls(*flashinfer_to_words(packed, kv_lens, qo_indptr, bitorder))
+
+    @classmethod
+    def from_sglang(
+        cls,
+        mask: Any,
+        *,
+        mode: Literal["full", "qlen_only", "qlen_only_bitpacking"],
+        prefix_lens: Any = None,
+        qo_indptr: Any = None,
+        draft_token_num: int | None = None,
+        check_prefix: bool = True,
+    ) -> TreeMask:
+        """Take over a mask that SGLang built, in any of its ``TreeMaskMode``.
+
+        Parameters
+        ----------
+        mask : array of any shape, read in C order
+            ``"full"``: bool, for each request q_len rows of prefix_len + q_len.
+            ``"qlen_only"``: bool, for each request q_len rows of q_len. Both take integers 0 and 1.
+            ``"qlen_only_bitpacking"``: one item a row, bit j for column j; uint8 up to 8 draft
+            tokens, uint16 up to 16, uint32 up to 32, or the signed type of that width.
+        mode : {"full", "qlen_only", "qlen_only_bitpacking"}
+            SGLang's ``FULL_MASK``, ``QLEN_ONLY``, ``QLEN_ONLY_BITPACKING``.
+        prefix_lens : array, shape (B,), integers
+            With ``"full"`` alone: tokens before the draft, which is what ``seq_lens`` counts in a
+            verify batch of SGLang (the `kv_lens` of mlaflash counts the draft too).
+        qo_indptr : array, shape (B + 1,), integers
+            Where the draft tokens of each request begin and end.
+        draft_token_num : int
+            Instead of `qo_indptr`: draft tokens of every request.
+        check_prefix : bool
+            Whether the columns of the prefix are read, and refused where one is 0. SGLang leaves them
+            unwritten where it asks its builder for ``fill_prefix_mask=False``.
+
+        Returns
+        -------
+        TreeMask
+
+        Raises
+        ------
+        UnsupportedError
+            A token of the prefix is hidden from some row; or packed rows of more than 32 tokens.
+        InvalidArgumentError
+            The mask is larger or smaller than the lengths need, or holds something else than bits.
+
+        Notes
+        -----
+        Layout: ``build_tree_kernel_efficient`` in ``python/sglang/srt/speculative/eagle_utils.py``,
+        and ``build_tree_efficient`` and ``build_tree_efficient_partial_packed`` in
+        ``sgl-kernel/csrc/speculative/eagle_utils.cu``.
+        """
+        return cls(*sglang_to_words(mask, mode, prefix_lens, qo_indptr, draft_token_num, check_prefix))
 
     @classmethod
     def causal(cls, q_lens: int | Sequence[int]) -> TreeMask:
@@ -167,7 +283,7 @@ class TreeMask:
         TreeMask
             The same visibility as ``mask="causal"``.
         """
-        lens = _integers("q_lens", q_lens)
+        lens = integers("q_lens", q_lens)
         if lens.ndim > 1:
             raise ShapeError(f"q_lens has shape {lens.shape}; it must be one integer, or one for each request.")
         return cls.from_dense(
@@ -186,7 +302,7 @@ class TreeMask:
         -------
         list of numpy.ndarray, shape (q, q), bool
         """
-        bounds = _bounds(qo_indptr, self.num_tokens, self.max_q)
+        bounds = rows_bounds(qo_indptr, self.num_tokens, self.max_q)
         rows = self.bits()
         return [rows[bounds[b] : bounds[b + 1], : bounds[b + 1] - bounds[b]] for b in range(len(bounds) - 1)]
 
@@ -225,9 +341,70 @@ class TreeMask:
                         " has parents: use to_dense."
                     )
                 parents[row + i] = parent
-            _check_parents(parents[row : row + len(dense)].astype(np.int64), b, forest)
+            check_parents(parents[row : row + len(dense)].astype(np.int64), b, forest)
             row += len(dense)
         return parents
+
+    def to_retrieve(self) -> tuple[Any, Any]:
+        """Give the trees as first child and next sibling, the inverse of `from_retrieve`.
+
+        Returns
+        -------
+        next_token, next_sibling : array, shape (B, max_q), int64
+            In the module of `words`; children in ascending order, as SGLang links them.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The mask is no tree, has several roots, or its requests differ in length.
+        """
+        parents = self.to_parents().astype(np.int64).reshape(self.num_tokens // max(self.max_q, 1), self.max_q)
+        next_token, next_sibling = parents_to_retrieve(parents)
+        return array_like(next_token, self.words), array_like(next_sibling, self.words)
+
+    def to_flashinfer(self, kv_lens: Any, qo_indptr: Any = None, *, bitorder: Literal["little", "big"]) -> Any:
+        """Give FlashInfer's packed custom mask, the inverse of `from_flashinfer`.
+
+        Parameters
+        ----------
+        kv_lens : array, shape (B,), integers
+            Tokens of each request, its draft tokens included.
+        qo_indptr : array, shape (B + 1,), integers, optional
+            Where the requests begin and end; without it, each has `max_q` tokens.
+        bitorder : {"little", "big"}
+            Which bit of a byte comes first; FlashInfer's kernels read ``"little"``.
+
+        Returns
+        -------
+        array, shape (sum of ceil(q_len * kv_len / 8),), uint8
+            In the module of `words`.
+        """
+        return words_to_flashinfer(self.words, self.max_q, kv_lens, qo_indptr, bitorder)
+
+    def to_sglang(
+        self,
+        *,
+        mode: Literal["full", "qlen_only", "qlen_only_bitpacking"],
+        prefix_lens: Any = None,
+        qo_indptr: Any = None,
+    ) -> Any:
+        """Give a flat mask as SGLang builds it, the inverse of `from_sglang`.
+
+        Parameters
+        ----------
+        mode : {"full", "qlen_only", "qlen_only_bitpacking"}
+            The last needs requests of equally many draft tokens, at most 32.
+        prefix_lens : array, shape (B,), integers
+            With ``"full"`` alone: tokens before the draft.
+        qo_indptr : array, shape (B + 1,), integers, optional
+            Where the requests begin and end; without it, each has `max_q` tokens.
+
+        Returns
+        -------
+        array of one axis, bool, or uint8, uint16 or uint32 with ``"qlen_only_bitpacking"``
+            In the module of `words`.
+        """
+        return words_to_sglang(self.words, self.max_q, mode, prefix_lens, qo_indptr)
 
     def bits(self) -> Bools:
         """Unpack all `max_q` columns of every row, on the host.
@@ -236,115 +413,5 @@ class TreeMask:
         -------
         numpy.ndarray, shape (T, max_q), bool
         """
-        words = np.ascontiguousarray(_to_host("words", self.words), "<u4")
-        unpacked = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-        return unpacked[:, : self.max_q].astype(np.bool_)
-
-
-def words_per_row(max_q: int) -> int:
-    """Return how many 32-bit words hold one row of `max_q` columns.
-
-    Parameters
-    ----------
-    max_q : int
-        Columns of the mask.
-
-    Returns
-    -------
-    int
-    """
-    return -(-max_q // BITS_PER_WORD)
-
-
-def _pack(matrix: Bools, num_words: int) -> npt.NDArray[np.uint32]:
-    packed = np.zeros((len(matrix), num_words * 4), np.uint8)
-    columns = np.packbits(matrix, axis=1, bitorder="little")
-    packed[:, : columns.shape[1]] = columns
-    return packed.view("<u4").astype(np.uint32)
-
-
-def _square_bools(matrix: npt.NDArray[Any], b: int) -> Bools:
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise ShapeError(
-            f"dense[{b}] has shape {matrix.shape}; it must be square: one row and one column a draft token."
-        )
-    if matrix.dtype == np.bool_:
-        return matrix
-    if matrix.dtype.kind not in "iu":
-        raise ShapeError(f"dense[{b}] is {matrix.dtype}; it must be bool, or integers 0 and 1.")
-    wrong = np.argwhere((matrix != 0) & (matrix != 1))
-    if wrong.size:
-        i, j = wrong[0].tolist()
-        raise InvalidArgumentError(
-            f"dense[{b}][{i}, {j}] is {matrix[i, j]}; it must be 0 or 1: compare an additive mask with 0 first."
-        )
-    return matrix.astype(np.bool_)
-
-
-def _check_parents(parents: Int64s, b: int, forest: bool) -> None:
-    order = np.arange(parents.size)
-    wrong = np.flatnonzero((parents < -1) | (parents >= order))
-    if wrong.size:
-        i = int(wrong[0])
-        allowed = "-1" if i == 0 else f"-1 to {i - 1}"
-        raise InvalidArgumentError(
-            f"the parent of draft token {i} of request {b} is {parents[i]}; it must be {allowed}:"
-            " order the tokens so that a parent comes before its children."
-        )
-    roots = np.flatnonzero(parents == -1)
-    if roots.size > 1 and not forest:
-        raise InvalidArgumentError(
-            f"request {b} has {roots.size} roots, draft tokens {roots[:8].tolist()}; a tree has"
-            " one: fix parents, or pass forest=True."
-        )
-
-
-def _ancestors(parents: Int64s, b: int, forest: bool) -> Bools:
-    _check_parents(parents, b, forest)
-    sees = np.eye(parents.size, dtype=np.bool_)
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            sees[i] |= sees[parent]
-    return sees
-
-
-def _bounds(qo_indptr: Any, num_tokens: int, max_q: int) -> list[int]:
-    """Return where each request begins and ends among `num_tokens` rows, each at most `max_q`."""
-    if qo_indptr is None:
-        if num_tokens % max_q if max_q else num_tokens:
-            raise InvalidArgumentError(
-                f"{num_tokens} rows are no multiple of max_q {max_q}; pass qo_indptr to say where requests begin."
-            )
-        return list(range(0, num_tokens + 1, max_q)) if max_q else [0]
-    bounds = _integers("qo_indptr", qo_indptr)
-    if bounds.ndim != 1 or bounds.size == 0:
-        raise ShapeError(f"qo_indptr has shape {bounds.shape}; it must be (B + 1,).")
-    lens = np.diff(bounds)
-    if bounds[0] != 0 or bounds[-1] != num_tokens or (lens < 0).any() or (lens > max_q).any():
-        raise InvalidArgumentError(
-            f"qo_indptr is {bounds.tolist()}; it must rise from 0 to {num_tokens} by at most {max_q} a request."
-        )
-    return [int(bound) for bound in bounds]
-
-
-def _integers(name: str, array: Any) -> Int64s:
-    host = _to_host(name, array)
-    if host.size and host.dtype.kind not in "iu":
-        raise ShapeError(f"{name} is {host.dtype}; it must hold integers.")
-    return host.astype(np.int64)
-
-
-def _module(array: Any) -> str:
-    return type(array).__module__.partition(".")[0]
-
-
-def _to_host(name: str, array: Any) -> npt.NDArray[Any]:
-    try:
-        return np.asarray(array.get() if _module(array) == "cupy" else array)
-    except ValueError as error:
-        raise ShapeError(f"{name} makes no array: {error} Its rows must have one length.") from error
-
-
-def _like(words: npt.NDArray[np.uint32], like: Any) -> Any:
-    """Return `words` in the module of `like`, which is NumPy for anything that is no CuPy array."""
-    return sys.modules["cupy"].asarray(words) if _module(like) == "cupy" else words
+        bits: Bools = unpack_rows(to_host("words", self.words), self.max_q)
+        return bits

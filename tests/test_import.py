@@ -69,7 +69,7 @@ def test_a_bad_variable_does_not_break_the_import(tmp_path):
 LAYERS = [
     {"errors"},
     {"checks", "settings"},
-    {"device", "interop", "params"},
+    {"device", "interop", "mask_formats", "params"},
     {"combine", "masks", "merge", "mma_tiles", "problem", "scale", "tiles"},
     {"cost"},
     {"jit", "oracle", "schedule"},

@@ -225,7 +225,7 @@ DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, float ls
 template <int N>
 DEVICE void store_results(const VerifyParams& p, const Request& r, int first, int end, int column,
                           const Softmax& softmax, const float (&o)[N][4]) {
-  const int lane = thread_idx_anew() % WARP, quad_lane = lane % 4;  // not kept in a register through the loop before
+  const int lane = lane_idx(), quad_lane = lane % 4;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int row = first + lane / 4 + 8 * h;
