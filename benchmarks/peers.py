@@ -37,8 +37,10 @@ from mlaflash import TreeMask, attention
 from mlaflash.device import Device
 from mlaflash.lab.ceilings import measure_ceilings
 
-if "--table" not in sys.argv:
+try:
     import torch
+except ModuleNotFoundError:
+    torch = None
 
 DL, DR = 512, 64
 PAGE = 64
@@ -303,6 +305,8 @@ def main() -> None:
     if options.table:
         update_readme(json.loads(Path(options.table).read_text()))
         return
+    if torch is None or not torch.cuda.is_available():
+        raise SystemExit("this needs a GPU and torch with CUDA; --table needs neither.")
     if options.tier == "sm_120":
         use_sm120_tier()
     budget = None if options.budget == "none" else options.budget

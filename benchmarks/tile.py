@@ -17,6 +17,7 @@ import numpy as np
 
 from mlaflash import attention, oracle
 from mlaflash.device import Device
+from mlaflash.errors import MlaFlashError
 from mlaflash.lab.ceilings import Ceilings, measure_ceilings
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.timing import measure
@@ -87,7 +88,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--update-readme", action="store_true", help="write the table between its markers")
     options = parser.parse_args()
-    device = Device.current()
+    try:
+        device = Device.current()
+    except MlaFlashError as error:
+        raise SystemExit(str(error)) from None
     ceilings = measure_ceilings(device)
     lines = [
         f"{device.name}; measured ceilings: {ceilings.read_gb_s:,.0f} GB/s streaming read, "

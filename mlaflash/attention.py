@@ -58,8 +58,8 @@ def mla_verify(
         ``(slots, 576)``, ``(slots, 1, 576)``, ``(pages, page_size, 576)`` or ``(pages, page_size, 1, 576)``; or the
         pair ``(kv_c, k_pe)`` of widths 512 and 64.
     sm_scale : float
-        Multiplies ``q . row``; any finite value. There is no default: 0.14468 for Kimi K2.x, 0.13523 for DeepSeek-V3
-        (see `yarn_sm_scale`).
+        Multiplies ``q . row``; any value finite in float32 (scores beyond its range are not). There is no default:
+        0.14468 for Kimi K2.x, 0.13523 for DeepSeek-V3 (see `yarn_sm_scale`).
     kv_lens : array, shape (B,), int32
         Tokens of each request, its new ones included. 0, and lengths below its number of query tokens, are legal: rows
         that see nothing are empty.
@@ -92,12 +92,14 @@ def mla_verify(
         Largest number of query tokens of a request; tightens the grid for ragged q.
     max_kv_len : int, optional
         Longest request; by default what the page table can address. No length is read from the device.
-    kernel : {"naive", "tile"}, optional
-        By default chosen.
+    kernel : {"naive", "tile", "mma_narrow", "mma_wide"}, optional
+        By default (or ``"auto"``) chosen: a tensor-core kernel where q is 16-bit, every row starts on 16 bytes, strides
+        are below 2**31 elements and a TreeMask has at most 1,024 columns; else `tile`.
     tiles : KernelConfig, optional
         Constants of the kernel, such as `TileConfig`.
     budget : str, optional
-        Architecture whose shared-memory limits apply, such as ``"sm_120"``, where they are lower than the GPU's.
+        Architecture whose shared memory a block may have, and whose number of blocks an SM holds, such as ``"sm_120"``,
+        where these are lower than the GPU's.
     validate : bool
         Also check what only the device knows: lengths, ids, offsets. Reads them back, and so synchronises.
     stream : cupy.cuda.Stream, optional

@@ -459,7 +459,8 @@ def _walk(first: Int64s, sibling: Int64s, b: int) -> list[int]:
 def _square_bools(matrix: npt.NDArray[Any], b: int) -> Bools:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise ShapeError(
-            f"dense[{b}] has shape {matrix.shape}; it must be square: one row and one column a draft token."
+            f"dense[{b}] has shape {matrix.shape}; it must be square: one row and one column a draft token. "
+            "A single request's matrix goes into a list."
         )
     square: Bools = zero_one(f"dense[{b}]", matrix)
     return square

@@ -464,8 +464,13 @@ def _mask(view: View, mask: Any, num_tokens: int) -> tuple[str, ArrayView | None
         return "tree", words, mask.max_q
     if isinstance(mask, str) and mask in MASK_CODES and mask != "tree":
         return mask, None, 0
+    # Not the array itself: it may be large.
+    given = (
+        repr(mask) if mask is None or isinstance(mask, str) else f"a {type(mask).__module__}.{type(mask).__qualname__}"
+    )
     raise InvalidArgumentError(
-        f"mask is {mask!r}; allowed are 'causal', 'none' and a TreeMask. None is refused: say mask='none' to see all."
+        f"mask is {given}; allowed are 'causal', 'none' and a TreeMask (TreeMask.from_dense takes a list of boolean "
+        "matrices). None is refused: say mask='none' to see all."
     )
 
 

@@ -112,7 +112,7 @@ def test_arrays_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
         ({"logit_cap": float("nan")}, "logit_cap is nan"),
         ({"mask": None}, "mask is None; allowed are 'causal', 'none' and a TreeMask"),
         ({"mask": "tree"}, "mask is 'tree'"),
-        ({"mask": np.ones((5, 3), bool)}, "mask is array"),
+        ({"mask": np.ones((5, 3), bool)}, r"mask is a numpy\.ndarray; allowed are .*TreeMask\.from_dense"),
         ({"tail_lens": ZEROS(2, np.int32)}, "tail_lens is given with mask='causal'"),
         ({"kv_indices": Omit()}, "kv_indptr is given without kv_indices"),
         ({"kv_indptr": Omit()}, "kv_indices is given without kv_indptr"),

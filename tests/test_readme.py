@@ -1,0 +1,35 @@
+"""What the README shows must run."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_example_without_a_gpu_runs_and_is_right() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (example,) = (block for block in blocks if "emulator" in block)
+    names: dict[str, Any] = {}
+    exec(example.replace("print(", "error = ("), names)
+    assert names["out"].shape == (8, 8, 512)
+    assert names["error"] < 0.05
+
+
+def test_every_argument_of_the_gpu_example_exists() -> None:
+    import inspect
+
+    from mlaflash import mla_verify
+
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (example,) = (block for block in blocks if "cupy" in block)
+    call = example.split("mla_verify(")[1]
+    keywords = re.findall(r"^\s+(\w+)=", call, re.MULTILINE)
+    assert keywords
+    assert set(keywords) <= set(inspect.signature(mla_verify).parameters)
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", README)
+    assert targets
+    assert [target for target in targets if not (Path(__file__).parents[1] / target).exists()] == []
