@@ -320,6 +320,9 @@ DEVICE void store(const VerifyParams& p, const Request& r, const RowTile& rows, 
     store_results(p, r, rows.first, rows.end, column, softmax, o);
   } else {
     float merged[FINAL_TILES][4];
+    // Orders nothing that matters. But a group that is done early writes while the other still passes its own barriers,
+    // and compute-sanitizer's racecheck then does not connect those writes with the barrier below.
+    block_sync();
     send_half(w, softmax, o);
     block_sync();  // orders the writes of send_half() before the other group's reads of them
     merge_half(w, softmax, o, merged);
