@@ -206,12 +206,12 @@ def choose(
     if not allowed:
         known = ", ".join(str(c.config.rows) for c in ROW_CLASSES)
         raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
-    fitting = [c for c in allowed if occupancy_blocks(c.config.shared_bytes(), device) >= c.blocks_per_sm]
+    fitting = [c for c in fitting_classes(device) if c in allowed]
     if not fitting:
         least = min(c.config.shared_bytes() for c in allowed if c.blocks_per_sm == 1)
         raise TileError(
             f"the tensor-core kernels ask for at least {least} bytes of shared memory a block; {device.name} allows "
-            f"{device.shared_per_block}. Use kernel='tile'.",
+            f"{device.shared_per_block}. Use the kernel tile.",
             shared_bytes=least,
             shared_limit=device.shared_per_block,
         )
@@ -220,6 +220,16 @@ def choose(
     good = [(model.row_tiles(c), us, splits, c) for c, (us, splits) in zip(fitting, best, strict=True) if us <= bound]
     _, us, splits, row_class = min(good, key=lambda candidate: candidate[:3])
     return Choice(row_class.config, splits, us, model.reasons(row_class, splits))
+
+
+def fitting_classes(device: Device) -> list[RowClass]:
+    """List the configurations that `choose` takes on a device: as many blocks of each as it counts on fit an SM.
+
+    Parameters
+    ----------
+    device : Device
+    """
+    return [c for c in ROW_CLASSES if occupancy_blocks(c.config.shared_bytes(), device) >= c.blocks_per_sm]
 
 
 @dataclass(frozen=True, slots=True)

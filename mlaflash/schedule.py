@@ -177,7 +177,7 @@ def _plan_naive(problem: Problem, config: NaiveConfig) -> Schedule:
     if scores.num_bytes > NAIVE_SCORES_LIMIT:
         raise UnsupportedError(
             f"naive keeps a score for each of {problem.rows} rows x {problem.max_kv_len} tokens, {scores.num_bytes} "
-            f"bytes; allowed are {NAIVE_SCORES_LIMIT}. Use kernel='tile', or pass a smaller max_kv_len."
+            f"bytes; allowed are {NAIVE_SCORES_LIMIT}. Use the kernel tile, or a smaller max_kv_len."
         )
     launch = Launch(
         "naive",
@@ -230,7 +230,7 @@ def mma_refusal(problem: Problem) -> str | None:
 def _plan_mma(problem: Problem, config: MmaNarrowConfig | MmaWideConfig, device: Device) -> Schedule:
     refusal = mma_refusal(problem)
     if refusal is not None:
-        raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}. Use kernel='tile'.")
+        raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}. Use the kernel tile.")
     row_tiles = -(-problem.max_q_len * problem.num_heads // config.rows)
     splits = config.nsplit or _mma_choice(problem, device, config.rows).num_splits
     # Halved traffic between the kernels; a 16-bit result rounds to the same precision in any case.

@@ -6,6 +6,7 @@ Nothing is remembered between calls: a variable that a program changes is in for
 import logging
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class Settings:
         ``MLAFLASH_LOG``: ``warning``, ``info`` or ``debug``. It never changes what is compiled.
     disable_jit : bool
         ``MLAFLASH_DISABLE_JIT``: a kernel that is not in the cache is an error instead of a
-        compilation.
+        compilation; ``mlaflash compile`` compiles all the same.
     lineinfo : bool
         ``MLAFLASH_JIT_LINEINFO``: line tables in the compiled kernel, for profilers.
     arch : str or None
@@ -97,13 +98,23 @@ def settings() -> Settings:
         A variable has a value that is not allowed.
     """
     return Settings(
-        cache_dir=os.environ.get("MLAFLASH_CACHE_DIR"),
+        cache_dir=cache_settings().cache_dir,
         log=_log_level("MLAFLASH_LOG"),
         disable_jit=_flag("MLAFLASH_DISABLE_JIT"),
         lineinfo=_flag("MLAFLASH_JIT_LINEINFO"),
         arch=arch_override(),
-        cxx=os.environ.get("CXX") or None,
+        cxx=compiler_override(),
     )
+
+
+def cache_settings() -> Settings:
+    """Read ``MLAFLASH_CACHE_DIR`` alone: where the cache is depends on nothing else."""
+    return Settings(cache_dir=os.environ.get("MLAFLASH_CACHE_DIR"))
+
+
+def compiler_override() -> str | None:
+    """Read ``CXX`` alone."""
+    return os.environ.get("CXX") or None
 
 
 def arch_override() -> str | None:
@@ -132,6 +143,23 @@ def arch_override() -> str | None:
 def variables() -> dict[str, str | None]:
     """Return each variable that is read and its text, allowed or not; None where it is not set."""
     return {name: os.environ.get(name) for name in VARIABLES}
+
+
+def complaints() -> dict[str, str]:
+    """Say of each variable whose value is not allowed what is."""
+    readers: dict[str, Callable[[], object]] = {
+        "MLAFLASH_LOG": lambda: _log_level("MLAFLASH_LOG"),
+        "MLAFLASH_DISABLE_JIT": lambda: _flag("MLAFLASH_DISABLE_JIT"),
+        "MLAFLASH_JIT_LINEINFO": lambda: _flag("MLAFLASH_JIT_LINEINFO"),
+        "MLAFLASH_ARCH": arch_override,
+    }
+    found = {}
+    for name, read in readers.items():
+        try:
+            read()
+        except InvalidArgumentError as error:
+            found[name] = str(error)
+    return found
 
 
 def configure_logging() -> None:

@@ -106,7 +106,7 @@ class TileConfig:
             most = MAX_HT if name == "ht" else MAX_TK
             if type(value) is not int or value < 1 or value & (value - 1) or value > most:
                 raise TileError(
-                    f"{name} is {value!r}; it must be a positive power of two of at most {most}. Use ht=8 and tk=16 "
+                    f"{name} is {value!r}; it must be a positive power of two of at most {most}. Use ht 8 and tk 16 "
                     "to begin with."
                 )
         if self.nsplit is not None and (type(self.nsplit) is not int or self.nsplit < 1):

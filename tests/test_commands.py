@@ -1,8 +1,10 @@
 """The command line without a GPU: exit statuses, JSON, help, refusals, and a kernel that is broken."""
 
 import dataclasses
+import itertools
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,18 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import mlaflash
+from mlaflash.commands.check import repeat as check_repeat
 from mlaflash.commands.main import main
-from mlaflash.errors import MissingDependencyError
+from mlaflash.commands.options import DTYPES, given_axes
+from mlaflash.commands.render import _fold
+from mlaflash.commands.sweep import repeat as sweep_repeat
+from mlaflash.device import Device
+from mlaflash.errors import CacheMissError, MissingDependencyError
+from mlaflash.interop import numpy_view
 from mlaflash.jit import CompiledKernel, cached, compile_cached, sources
-from mlaflash.lab.inputs import build
+from mlaflash.lab.check import CheckResult
+from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.presets import cases
+from mlaflash.lab.space import SPACES
 from mlaflash.lab.target import EmulatorTarget, read_problem
-from mlaflash.lab.variants import variants
-from mlaflash.tiles import TileConfig
+from mlaflash.lab.variants import COMPILED, compile_all, spell, variants
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64
+from mlaflash.problem import Problem
+from mlaflash.schedule import KERNELS, MMA_KERNELS, plan
+from mlaflash.tiles import KernelConfig, TileConfig, dtype_defines
 
 CHECK_KEYS = {"kernel", "case", "dtype", "max_abs", "max_rel", "tolerance", "passed"}
 COMPILE_KEYS = {
@@ -118,6 +132,12 @@ def test_version() -> None:
         (["check", "--nsplit", "1", "--kernel", "combine"], ["nsplit is 1", "at least 2"]),
         (["check", "--nsplit", "5000"], ["5000", "1024"]),
         (["check", "--kernel", "naive", "--ht", "8"], ["--ht", "naive"]),
+        (["check", "--kernel", "naive", "--kv-groups", "1"], ["--kv-groups", "naive"]),
+        (["check", "--kernel", "mma_narrow", "--dtype", "float32"], ["mma_narrow", "q is float32", "the kernel tile"]),
+        (["check", "--kernel", "tile", "--kernel", "mma_wide", "--dtype", "float32"], ["mma_wide", "q is float32"]),
+        (["sweep", "--kernel", "mma_wide", "--dtype", "float32"], ["mma_wide", "q is float32", "the kernel tile"]),
+        (["sweep", "--kernel", "mma_wide", "--row-groups", "3"], ["mma_wide", "--row-groups 3"]),
+        (["sweep", "--kernel", "mma_wide", "--refill-at", "40"], ["mma_wide", "--refill-at 40"]),
         (["check", "--ht", "32", "--tk", "32"], ["101376"]),
         (["check", "--seed", "-1"], ["-1"]),
         (["sweep", "--ht", "3"], ["ht is 3", "power of two"]),
@@ -140,8 +160,69 @@ def test_a_wrong_argument_is_named_and_ends_with_status_2(arguments: list[str], 
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+    assert result.stderr.count("error: ") + result.stderr.count("Error: ") == 1
+    assert "kernel='" not in result.stderr
     for word in words:
         assert word in result.stderr
+
+
+def leaves() -> Iterator[click.Command]:
+    for path in commands():
+        command: click.Command = main
+        for name in path:
+            assert isinstance(command, click.Group)
+            command = command.commands[name]
+        yield command
+
+
+def test_options_are_spelled_with_dashes() -> None:
+    options = [option for command in leaves() for param in command.params for option in param.opts]
+    assert "--kv-groups" in options
+    assert "--refill-at" in options
+    assert not [option for option in options if "_" in option]
+
+
+def configs_of(kernel: str) -> list[KernelConfig]:
+    space = SPACES[kernel]
+    shipped = [c for c in (NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64) if c.kernel == kernel]
+    found = [config for kind in ("gpu", "emulator") for config in space.candidates(kind, {})]
+    return found + [space.change(config, {"nsplit": 3}) for config in shipped]
+
+
+@pytest.mark.parametrize("kernel", list(SPACES))
+def test_the_printed_command_of_every_candidate_can_be_pasted(kernel: str) -> None:
+    options = {"q_len": 8, "kv_len": 20, "page_size": 3, "sm_scale": 1e-05, "seed": 1, "device": "emulator"}
+    labels = [kernel, "combine"] if kernel == "tile" else [kernel]
+    for config in configs_of(kernel):
+        program, name, *words = shlex.split(sweep_repeat(config, options))
+        assert (program, name) == ("mlaflash", "sweep")
+        params = main.commands["sweep"].make_context("sweep", words).params
+        assert params["kernels"] == (kernel,)
+        assert {name: params[name] for name in options} == options
+        assert list(SPACES[kernel].candidates("emulator", given_axes(params))) == [config]
+        for label in labels:
+            result = CheckResult(label, "some-case", "bfloat16", config, None, 0.1)
+            program, name, *words = shlex.split(check_repeat(result, "quick", 3, EmulatorTarget("sm_120")))
+            assert (program, name) == ("mlaflash", "check")
+            params = main.commands["check"].make_context("check", words).params
+            assert (params["kernels"], params["names"], params["seed"]) == ((label,), ("some-case",), 3)
+            assert given_axes(params) == config.as_dict()
+
+
+def test_summaries_of_commands_are_not_cut() -> None:
+    for group in ((), ("cache",)):
+        assert "..." not in run(*group, "--help", COLUMNS="80").stdout.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("width", [4, 11, 24, 60])
+def test_names_break_at_hyphens(width: int) -> None:
+    name = "ragged-causal-block-table-h4-float32 is a name"
+    lines = _fold(name, width)
+    assert "".join(lines).replace(" ", "") == name.replace(" ", "")
+    assert max(map(len, lines)) <= width
+    if width >= len("is a name"):
+        words = [word for line in lines for word in re.findall(r"[^-\s]+", line)]
+        assert words == re.findall(r"[^-\s]+", name)
 
 
 @pytest.mark.usefixtures("no_device")
@@ -164,6 +245,7 @@ def test_check_passes_on_the_emulator_and_says_so() -> None:
     result = run("check", *ONE_CASE)
     assert result.exit_code == 0, result.stderr
     assert "on the emulator" in result.stdout
+    assert "nothing has run on a GPU" in " ".join(result.stdout.split())
     for kernel in ("naive", "tile", "combine"):
         assert re.search(rf"^{kernel} .* ok", result.stdout, re.MULTILINE)
     assert "passed: 3 of 3" in result.stdout
@@ -270,11 +352,12 @@ def test_no_host_compiler_is_told_once_with_the_packages() -> None:
 
 
 def test_compile_json_is_one_array_with_the_documented_keys(tmp_path: Path) -> None:
-    arguments = ("compile", "--arch", "sm_120", "--all", "--dtype", "bfloat16", "--json")
+    kernels = [word for kernel in ("naive", "tile", "combine") for word in ("--kernel", kernel)]
+    arguments = ("compile", "--arch", "sm_120", "--all", "--dtype", "bfloat16", *kernels, "--json")
     first, second = (run(*arguments, MLAFLASH_CACHE_DIR=str(tmp_path)) for _ in range(2))
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr
     rows = json.loads(first.stdout)
-    assert {row["kernel"] for row in rows} == {"naive", "tile", "combine", "mma_narrow", "mma_wide"}
+    assert {row["kernel"] for row in rows} == {"naive", "tile", "combine"}
     for row in rows:
         assert row.keys() == COMPILE_KEYS
         assert row["arch"] == "sm_120"
@@ -283,6 +366,25 @@ def test_compile_json_is_one_array_with_the_documented_keys(tmp_path: Path) -> N
         assert row["registers"] > 0
     assert {"ht": 8, "tk": 32, "dtype": "bfloat16"} in [row["config"] for row in rows if row["kernel"] == "tile"]
     assert all(row["cached"] and row["seconds"] == 0 for row in json.loads(second.stdout))
+
+
+def test_rows_of_compile_tell_the_forms_apart() -> None:
+    found, refused = variants("sm_120", DTYPES, COMPILED)
+    assert refused == []
+    rows = [(variant.kernel, spell(variant.config)) for variant in found]
+    assert len(set(rows)) == len(rows) > 100
+    assert ("combine", "split_warps=1 bfloat16 partial_dtype=float32") in rows
+    assert ("combine", "split_warps=1 bfloat16") in rows
+    assert ("tile", "ht=8 tk=32 bfloat16 out_dtype=float32") in rows
+    assert ("mma_narrow", "kv_groups=2 stages=2 exchange_buffers=2 soft_cap split_kv float16") in rows
+
+
+def test_the_shipped_tensor_core_kernels_keep_their_registers() -> None:
+    found, _ = variants("sm_120", ["bfloat16"], ["mma_narrow", "mma_wide"], out_dtypes=["bfloat16"])
+    plain = [v for v in found if not v.config["soft_cap"] + v.config["new_kv"] + v.config["split_kv"]]
+    full = [v for v in found if v.config["soft_cap"] * v.config["new_kv"] * v.config["split_kv"]]
+    assert len(plain) == len(full) == 3
+    assert all(result.passed and not result.spills for result in compile_all([*plain, *full]))
 
 
 @pytest.fixture
@@ -319,6 +421,64 @@ def test_compile_covers_what_a_call_asks_for(
         assert cached.compile_cached(kernel, dict(defines), "sm_120").cached
 
 
+Q_LENS = (1, 3, 8, 40)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_every_form_that_a_call_asks_for_is_compiled(arch: str) -> None:
+    compiled = {(v.kernel, *sorted(v.defines.items())) for v in variants(arch, DTYPES, COMPILED, out_dtypes=DTYPES)[0]}
+    default = {(v.kernel, *sorted(v.defines.items())) for v in variants(arch, DTYPES, COMPILED)[0]}
+    device = Device.for_arch(arch)
+    seen = set()
+    for dtype, out_dtype, cap, new_kv, layout in itertools.product(
+        DTYPES, DTYPES, (0.0, 20.0), (False, True), ("fused", "paired", "apart")
+    ):
+        for q_len in Q_LENS:
+            case = Case(
+                name="any",
+                q_lens=(q_len,) * 2,
+                kv_lens=(q_len, 400),
+                heads=8,
+                sm_scale=1.0,
+                dtype=dtype,
+                logit_cap=cap,
+                new_kv=new_kv,
+                paired=layout != "fused",
+                mask="chain",
+            )
+            arguments = build(case, 0)
+            if layout == "apart":
+                arguments["kv_cache"] = tuple(np.ascontiguousarray(part) for part in arguments["kv_cache"])
+            problem = Problem.from_arrays(numpy_view, out_dtype=out_dtype, **arguments)
+            for kernel in (None, *KERNELS):
+                if kernel in MMA_KERNELS and dtype == "float32":
+                    continue
+                for launch in plan(problem, device, kernel=kernel).launches:
+                    form = (launch.kernel, *sorted(launch.defines.items()))
+                    seen.add(form)
+                    assert form in compiled
+                    assert form in default or out_dtype not in (dtype, "float32")
+    assert len(seen) > 100
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+def test_the_hint_of_a_missing_kernel_fills_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgetful: Callable[[], None], out_dtype: str
+) -> None:
+    monkeypatch.setenv("MLAFLASH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MLAFLASH_DISABLE_JIT", "1")
+    defines = dtype_defines("float16", out_dtype, out_dtype) | {"SPLIT_WARPS": 8}
+    with pytest.raises(CacheMissError) as missing:
+        compile_cached("combine", defines, "sm_90")
+    hint = re.search(r"Fill the cache with: mlaflash (compile [^(]*)\(", str(missing.value))
+    assert hint is not None
+    # All but one kernel are left out for the time that they take.
+    arguments = [*hint[1].split(), "--kernel", "combine"]
+    assert run(*arguments).exit_code == 0  # in the same shell, with the variable set
+    forgetful()
+    assert compile_cached("combine", defines, "sm_90").cached
+
+
 def test_compile_for_all_architectures() -> None:
     result = run("compile", "--all", "--kernel", "combine", "--dtype", "float16", "--json")
     assert result.exit_code == 0, result.stderr
@@ -353,7 +513,7 @@ def test_a_kernel_that_does_not_compile_fails_compile(kernels_copy: Path) -> Non
 
 
 def test_a_kernel_that_spills_fails_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spilling(kernel: str, defines: Mapping[str, int], arch: str) -> CompiledKernel:
+    def spilling(kernel: str, defines: Mapping[str, int], arch: str, **_: Any) -> CompiledKernel:
         return dataclasses.replace(compile_cached(kernel, defines, arch), spill_bytes=140)
 
     monkeypatch.setattr("mlaflash.lab.variants.compile_cached", spilling)
@@ -365,6 +525,22 @@ def test_a_kernel_that_spills_fails_compile(monkeypatch: pytest.MonkeyPatch) -> 
     as_json = run(*arguments, "--json")
     assert as_json.exit_code == 1
     assert {row["spill_bytes"] for row in json.loads(as_json.stdout)} == {140}
+
+
+def test_a_candidate_of_a_sweep_may_spill_and_its_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = compile_cached("combine", dtype_defines("float16", "float16", "float32") | {"SPLIT_WARPS": 1}, "sm_120")
+
+    def spilling(kernel: str, defines: Mapping[str, int], arch: str, **_: Any) -> CompiledKernel:
+        return dataclasses.replace(one, spill_bytes=0 if defines["HT"] == 8 else 140)
+
+    monkeypatch.setattr("mlaflash.lab.variants.compile_cached", spilling)
+    arguments = ("compile", "--arch", "sm_120", "--dtype", "float16", "--kernel", "tile", "--tiles", "all")
+    result = run(*arguments, COLUMNS="120")
+    assert result.exit_code == 0, result.stdout
+    assert "FAIL" not in result.stdout
+    assert re.search(r"^tile .*ht=16 tk=4 .* 140 .* spills$", result.stdout, re.MULTILINE)
+    assert re.search(r"^tile .*ht=8 tk=32 .* ok *$", result.stdout, re.MULTILINE)
+    assert re.search(r"\d+ spill and no call chooses them$", result.stdout.rstrip())
 
 
 def test_compile_without_nvrtc_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +565,9 @@ def test_info_json(tmp_path: Path) -> None:
     result = run("info", "--json", MLAFLASH_CACHE_DIR=str(tmp_path))
     assert result.exit_code == 0
     found = json.loads(result.stdout)
-    assert found.keys() == {"versions", "platform", "gpus", "host_compiler", "kernels", "cache", "variables"}
+    keys = {"versions", "platform", "gpus", "host_compiler", "kernels", "cache", "variables", "refused_variables"}
+    assert found.keys() == keys
+    assert found["refused_variables"] == {}
     assert found["versions"]["mlaflash"] == mlaflash.__version__
     assert found["cache"] == {"path": str(tmp_path), "kernels": 0, "bytes": 0}
     assert found["variables"]["MLAFLASH_CACHE_DIR"] == str(tmp_path)
@@ -404,10 +582,28 @@ def test_info_prints_when_its_probes_fail(tmp_path: Path, monkeypatch: pytest.Mo
     assert "no GPU: using a GPU needs CuPy" in result.stdout
     assert f"the cache folder is {file}" in result.stdout
     assert "CXX is '/none/such/c++'" in result.stdout
-    loud = run("info", MLAFLASH_LOG="loud")
-    assert loud.exit_code == 0
-    assert re.search(r"^MLAFLASH_LOG +'loud'$", loud.stdout, re.MULTILINE)
-    assert "allowed are debug, info, warning" in loud.stdout
+
+
+@pytest.mark.parametrize(
+    ("variable", "allowed"),
+    [
+        ("MLAFLASH_LOG", "allowed are debug, info, warning"),
+        ("MLAFLASH_ARCH", "allowed is a CUDA architecture"),
+        ("MLAFLASH_DISABLE_JIT", "allowed are 1, true"),
+        ("MLAFLASH_JIT_LINEINFO", "allowed are 1, true"),
+    ],
+)
+def test_info_complains_of_a_variable_on_its_own_line(tmp_path: Path, variable: str, allowed: str) -> None:
+    environment = {variable: "foo", "MLAFLASH_CACHE_DIR": str(tmp_path)}
+    result = run("info", **environment)
+    assert result.exit_code == 0
+    assert re.search(rf"^{variable} +'foo'; {allowed}", result.stdout, re.MULTILINE)
+    assert re.search(rf"^cache +{tmp_path}, 0 kernels, 0.0 MiB$", result.stdout, re.MULTILINE)
+    assert result.stdout.count(allowed) == 1
+    found = json.loads(run("info", "--json", **environment).stdout)
+    assert found["variables"][variable] == "foo"
+    assert found["cache"]["path"] == str(tmp_path)
+    assert list(found["refused_variables"]) == [variable]
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -420,7 +616,10 @@ def test_cache_commands(tmp_path: Path) -> None:
     listed = json.loads(run("cache", "list", "--json", MLAFLASH_CACHE_DIR=cache).stdout)
     assert {(entry["kernel"], entry["arch"]) for entry in listed} == {("combine", "sm_120")}
     assert all(Path(entry["path"]).stat().st_size == entry["bytes"] for entry in listed)
-    assert "combine" in run("cache", "list", MLAFLASH_CACHE_DIR=cache).stdout
+    table = run("cache", "list", MLAFLASH_CACHE_DIR=cache, COLUMNS="80").stdout
+    assert re.search(r"^combine +sm_120 +split_warps=4 float16 partial_dtype=float32 +\d+$", table, re.MULTILINE)
+    assert table.count("sm_120") == len(listed)
+    assert max(map(len, table.splitlines()[:-1])) <= 80
     cleared = run("cache", "clear", MLAFLASH_CACHE_DIR=cache)
     assert cleared.exit_code == 0
     assert cleared.stdout.startswith(f"{len(listed)} kernels removed")

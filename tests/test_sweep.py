@@ -138,6 +138,17 @@ def test_naive_can_be_swept_beside_tile() -> None:
     assert naive["kv_bytes"] / tile["kv_bytes"] == 4 * (576 + 512) / 576
 
 
+def test_kernels_side_by_side_show_their_own_constants() -> None:
+    arguments = (*SMALL, "--kernel", "naive", "--kernel", "tile", "--tk", "8", "--nsplit", "1")
+    result = run(*arguments, COLUMNS="100")
+    assert result.exit_code == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if line.rstrip().endswith("ok")]
+    assert [row[:5] for row in rows] == [["1", "tile", "ht=4", "tk=8", "nsplit=1"], ["2", "naive", *rows[1][2:5]]]
+    assert not any("=" in word or word == "-" for word in rows[1])
+    narrow = run(*arguments, COLUMNS="40")
+    assert max(map(len, narrow.stdout.splitlines())) <= 40
+
+
 # --- the file ----------------------------------------------------------------------------------------------------
 
 
@@ -358,14 +369,15 @@ def test_rank_is_by_time_where_there_is_one() -> None:
     assert rank([slow, record_of(status="wrong", median_us=1.0), fast]) == [fast, slow]
 
 
-def test_rank_without_a_time_is_by_bytes_then_spills_then_memory_then_registers() -> None:
+def test_rank_without_a_time_is_by_spilling_then_bytes_then_memory_then_registers() -> None:
     best = record_of(median_us=None, kv_bytes=10, spill_bytes=0, shared_bytes=5, registers=7)
     changes: list[dict[str, Any]] = [
         {"registers": 8},
         {"shared_bytes": 6, "registers": 1},
-        {"spill_bytes": 4, "shared_bytes": 1, "registers": 1},
         {"kv_bytes": 11, "spill_bytes": 0, "shared_bytes": 1, "registers": 1},
         {"kv_bytes": None},
+        {"spill_bytes": 4, "kv_bytes": 1, "shared_bytes": 1, "registers": 1},
+        {"spill_bytes": 8, "kv_bytes": 1, "shared_bytes": 1, "registers": 1},
     ]
     ordered = [best, *(dataclasses.replace(best, **change) for change in changes)]
     assert rank(reversed(ordered)) == ordered

@@ -10,9 +10,15 @@ from mlaflash.commands import render
 from mlaflash.commands.options import FAILED, json_option
 from mlaflash.commands.render import Column
 from mlaflash.emulator.build import SUFFIX
-from mlaflash.jit.cache import CubinCache, open_cache
+from mlaflash.jit.cache import CacheEntry, CubinCache, open_cache
+from mlaflash.lab.variants import form, spell
 
-_COLUMNS = (Column("kernel", "left", fold=True, head=True), Column("for"), Column("KiB"))
+_COLUMNS = (
+    Column("kernel", "left", head=True),
+    Column("arch", "left", head=True),
+    Column("config", "left", fold=True, head=True),
+    Column("KiB"),
+)
 _OFF = "there is no cache on disk: MLAFLASH_CACHE_DIR is the empty string, or not set for a user without a home folder"
 
 
@@ -51,20 +57,25 @@ def list_(as_json: bool) -> None:
         render.note(_OFF)
         return
     if entries:
-        render.table(
-            _COLUMNS,
-            [
-                (entry.key.rpartition("-")[0], str(entry.info.get("arch", "")), f"{entry.num_bytes / 1024:.0f}")
-                for entry in entries
-            ],
-        )
+        render.table(_COLUMNS, [_row(entry) for entry in entries])
     size = sum(entry.num_bytes for entry in entries)
     render.line(f"{len(entries)} kernels, {size / 2**20:.1f} MiB, in {caches[0].path}")
 
 
+def _row(entry: CacheEntry) -> tuple[str, ...]:
+    kernel, arch, defines = (entry.info.get(name) for name in ("kernel", "arch", "defines"))
+    size = f"{entry.num_bytes / 1024:.0f}"
+    if not isinstance(kernel, str) or not isinstance(defines, dict):
+        return entry.key, str(arch or ""), "", size
+    return kernel, "emulator" if arch == "host" else str(arch or ""), spell(form(kernel, defines)), size
+
+
 @cache.command("path")
 def path() -> None:
-    """Print the folder of the cache; exit status 1 where there is none."""
+    """Print the folder of the cache.
+
+    Exit status 1 where there is none.
+    """
     caches = open_all()
     if not caches:
         render.note(_OFF)

@@ -83,7 +83,9 @@ def check(
     say = render.note if as_json else render.paragraph
     results: list[lab.CheckResult] = []
     with render.progress() as progress:
-        found = lab.check(target, selected, kernels=labels, constants=axes, seed=seed, progress=progress)
+        found = lab.check(
+            target, selected, kernels=labels, required=kernels, constants=axes, seed=seed, progress=progress
+        )
         say(_where(target, preset, selected, reason))
         for result in found:
             if isinstance(result, lab.Skip):
@@ -107,7 +109,7 @@ def check(
         # A compiler's log is told once, not for every problem.
         tell(f"FAIL {result.kernel} on {result.case}: {why if why not in told else 'as above'}")
         told |= {why} if "\n" in why else set()
-        tell(f"  repeat with: mlaflash check {as_options(_repeat(result, preset, seed, target))}")
+        tell(f"  repeat with: {repeat(result, preset, seed, target)}")
     for label in idle:
         tell(f"FAIL {label}: it ran no problem of this selection")
     seconds = time.perf_counter() - started
@@ -119,12 +121,20 @@ def check(
         sys.exit(FAILED)
 
 
-def _repeat(result: lab.CheckResult, preset: str, seed: int, target: Target) -> dict[str, Any]:
+def repeat(result: lab.CheckResult, preset: str, seed: int, target: Target) -> str:
+    """Spell the command that repeats one result.
+
+    Parameters
+    ----------
+    result : CheckResult
+    preset : str
+    seed : int
+    target : Target
+    """
     constants = result.config.as_dict() if result.config is not None else {}
-    if result.kernel != lab.COMBINE:
-        constants.pop("nsplit", None)
     where = {"seed": seed, "device": target.kind}
-    return {"preset": preset, "case": result.case, "kernel": result.kernel, **constants, **where}
+    options = {"preset": preset, "case": result.case, "kernel": result.kernel, **constants, **where}
+    return f"mlaflash check {as_options(options)}"
 
 
 def _where(target: Target, preset: str, selected: Sequence[Case], reason: str) -> str:
@@ -133,8 +143,8 @@ def _where(target: Target, preset: str, selected: Sequence[Case], reason: str) -
         return f"{preset} on {target.name} ({target.device.arch}), contexts up to {longest} tokens"
     why = f" ({reason})" if reason else ""
     return (
-        f"{preset} on the emulator{why}: the GPU's kernels on this CPU, with the limits of {target.device.arch} and "
-        f"contexts up to {longest} tokens; contexts of 4 k and more run on a GPU"
+        f"{preset} on the emulator{why}: the kernels' source compiled for this CPU, nothing has run on a GPU; contexts "
+        f"up to {longest} tokens, limits of shared memory as on {target.device.arch}"
     )
 
 

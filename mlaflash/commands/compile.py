@@ -12,7 +12,7 @@ from mlaflash.commands.render import Column
 from mlaflash.device import Device
 from mlaflash.errors import MissingDependencyError, NoDeviceError
 from mlaflash.lab.target import DEFAULT_ARCH
-from mlaflash.lab.variants import ARCHS, COMPILED, Compilation, compile_all, variants
+from mlaflash.lab.variants import ARCHS, COMPILED, Compilation, compile_all, spell, variants
 from mlaflash.settings import settings
 
 _COLUMNS = (
@@ -36,7 +36,12 @@ _COLUMNS = (
     multiple=True,
     help="Such as sm_120 (repeatable). By default MLAFLASH_ARCH, else the GPU's own, else sm_120.",
 )
-@click.option("--all", "everything", is_flag=True, help=f"For {', '.join(ARCHS)}, unless --arch says otherwise.")
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help=f"All of {', '.join(ARCHS)} in place of one by default; where --arch is given, that counts and not --all.",
+)
 @click.option(
     "--kernel", "kernels", type=click.Choice(COMPILED), multiple=True, help="Kernel (repeatable; default all)."
 )
@@ -44,11 +49,18 @@ _COLUMNS = (
     "--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Element type (repeatable; default all)."
 )
 @click.option(
+    "--out-dtype",
+    "out_dtypes",
+    type=click.Choice(DTYPES),
+    multiple=True,
+    help="Element type of out (repeatable; default that of --dtype, and float32).",
+)
+@click.option(
     "--tiles",
     type=click.Choice(("shipped", "all")),
     default="shipped",
     show_default=True,
-    help="Tiles that a call chooses by itself, or all that sweep tries and the architecture has the memory for.",
+    help="Tiles that a call chooses by itself, or also all that sweep tries and the architecture has the memory for.",
 )
 @json_option("one JSON array")
 def compile_(
@@ -56,18 +68,23 @@ def compile_(
     everything: bool,
     kernels: tuple[str, ...],
     dtypes: tuple[str, ...],
+    out_dtypes: tuple[str, ...],
     tiles: str,
     as_json: bool,
 ) -> None:
     """Compile kernels into the cache; needs no GPU.
 
-    Prints registers, spilled bytes and shared memory of each. Exit status 1 where one does not compile or spills.
+    Compiles every form that a call chooses by itself: with and without a soft cap, new_kv, and a cache in two parts.
+    Prints registers, spilled bytes and shared memory of each. Exit status 1 where one does not compile, or is shipped
+    and spills; a tile that only sweep tries may spill, and its row says so.
     """
     if not archs:
         archs = ARCHS if everything else (_default_arch(),)
     wanted, refused = [], []
     for arch in dict.fromkeys(archs):
-        found, reasons = variants(arch, dtypes or DTYPES, kernels or COMPILED, every_tile=tiles == "all")
+        found, reasons = variants(
+            arch, dtypes or DTYPES, kernels or COMPILED, out_dtypes=out_dtypes, every_tile=tiles == "all"
+        )
         wanted += found
         refused += reasons
     with render.progress() as progress:
@@ -83,7 +100,9 @@ def compile_(
     for result in failed:
         say(f"FAIL {_name(result)}: {_why(result)}")
     cached = sum(result.compiled is not None and result.compiled.cached for result in results)
-    say(f"{len(results)} kernels, {cached} of them from the cache, {len(failed)} failed")
+    spilling = sum(result.passed and result.spills for result in results)
+    spill = f", {spilling} spill and no call chooses them" if spilling else ""
+    say(f"{len(results)} kernels, {cached} of them from the cache, {len(failed)} failed{spill}")
     if failed:
         sys.exit(FAILED)
 
@@ -99,17 +118,13 @@ def _default_arch() -> str:
 
 
 def _name(result: Compilation) -> str:
-    return f"{result.variant.kernel} for {result.variant.arch} ({_config(result)})"
-
-
-def _config(result: Compilation) -> str:
-    return " ".join(str(v) if k == "dtype" else f"{k}={v}" for k, v in result.variant.config.items())
+    return f"{result.variant.kernel} for {result.variant.arch} ({spell(result.variant.config)})"
 
 
 def _why(result: Compilation) -> str:
     if result.compiled is None:
         return result.error
-    if result.compiled.spill_bytes:
+    if result.spills:
         return f"{result.compiled.spill_bytes} bytes of registers are spilled"
     return f"{result.shared_bytes} bytes of shared memory where {result.variant.shared_limit} are allowed"
 
@@ -119,11 +134,11 @@ def _row(result: Compilation) -> tuple[str, ...]:
     return (
         result.variant.kernel,
         result.variant.arch,
-        _config(result),
+        spell(result.variant.config),
         str(compiled.registers) if compiled else "-",
         str(compiled.spill_bytes) if compiled else "-",
         str(result.shared_bytes),
         str(result.variant.shared_limit),
         "cached" if compiled and compiled.cached else f"{compiled.seconds:.1f}" if compiled else "-",
-        "ok" if result.passed else "FAIL",
+        "FAIL" if not result.passed else "spills" if result.spills else "ok",
     )

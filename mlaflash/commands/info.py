@@ -16,15 +16,15 @@ from mlaflash.emulator.build import find_compiler
 from mlaflash.errors import MlaFlashError
 from mlaflash.jit.sources import kernel_root
 from mlaflash.lab.environment import versions
-from mlaflash.settings import variables
+from mlaflash.settings import complaints, variables
 
 
 @click.command()
 @json_option("one JSON document")
 def info(as_json: bool) -> None:
-    """Tell versions, the GPU, paths, variables in force and the size of the cache.
+    """Tell versions, GPU, paths, variables and cache.
 
-    Always prints: what cannot be found out is said where it would stand.
+    Always prints: what cannot be found out is said where it would stand, and of a variable what is wrong with it.
     """
     found = {
         "versions": _probe(versions),
@@ -34,6 +34,7 @@ def info(as_json: bool) -> None:
         "kernels": _probe(lambda: str(kernel_root())),
         "cache": _probe(_cache),
         "variables": {name: value for name, value in variables().items() if value is not None},
+        "refused_variables": complaints(),
     }
     if as_json:
         render.document(found)
@@ -93,7 +94,9 @@ def _lines(found: dict[str, Any]) -> dict[str, str]:
     lines["host compiler"] = _text(found["host_compiler"])
     lines["kernels"] = _text(found["kernels"])
     lines["cache"] = _cache_text(found["cache"])
-    lines |= {name: repr(value) for name, value in found["variables"].items()}
+    for name, value in found["variables"].items():
+        complaint = found["refused_variables"].get(name, "")
+        lines[name] = complaint.removeprefix(f"{name} is ") or repr(value)
     return lines
 
 

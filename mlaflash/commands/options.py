@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from mlaflash.errors import InvalidArgumentError, MlaFlashError, NoDeviceError, UnsupportedError
-from mlaflash.lab.space import all_axes
+from mlaflash.lab.space import all_axes, option_name
 from mlaflash.params import DTYPE_CODES
 
 FAILED: Final = 1
@@ -64,7 +64,7 @@ def _int_list(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
 
 def axis_options(*, several: bool) -> Callable[[_Command], _Command]:
-    """Add an option for each constant of each kernel, such as ``--ht``.
+    """Add an option for each constant of each kernel, such as ``--kv-groups``.
 
     Parameters
     ----------
@@ -77,10 +77,11 @@ def axis_options(*, several: bool) -> Callable[[_Command], _Command]:
             if several:
                 values = ",".join(map(str, axis.values))
                 few = ",".join(map(str, axis.emulator_values))
-                text = f"{axis.help} By default {values} on a GPU, {few} on the emulator."
-                option = click.option(f"--{axis.name}", metavar="INT,...", callback=_int_list, help=text)
+                where = f" on a GPU, {few} on the emulator" if few != values else ""
+                text = f"{axis.help} By default {values}{where}."
+                option = click.option(axis.option, metavar="INT,...", callback=_int_list, help=text)
             else:
-                option = click.option(f"--{axis.name}", type=int, help=axis.help)
+                option = click.option(axis.option, type=int, help=axis.help)
             command = option(command)
         return command
 
@@ -105,4 +106,4 @@ def as_options(values: Mapping[str, Any]) -> str:
     ----------
     values : mapping of str to Any
     """
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+    return " ".join(f"{option_name(name)} {value}" for name, value in values.items())

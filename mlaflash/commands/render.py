@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ _STYLES: Final = {
     "launch_failed": "bold red",
     "invalid": "yellow",
     "skipped": "yellow",
+    "spills": "yellow",
 }
 _GAP: Final = 2
 _USUAL_WIDTH: Final = 80
@@ -65,24 +67,41 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
         for row in rows:
             _stacked(console, columns, row)
         return
+    folding = sum(column.fold for column in columns)
+    rest = sum(width for column, width in zip(columns, widths, strict=True) if not column.fold)
+    room = (console.width - rest - _GAP * (len(columns) - 1)) // max(folding, 1)
     grid = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for column in columns:
-        grid.add_column(column.title, justify=column.align, no_wrap=not column.fold, overflow="fold")
+        grid.add_column(column.title, justify=column.align, no_wrap=True)
     for row in rows:
-        grid.add_row(*(_cell(text) for text in row))
+        texts = [_fold(text, room) if column.fold else [text] for column, text in zip(columns, row, strict=True)]
+        grid.add_row(*(_cell("\n".join(lines)) for lines in texts))
     console.print(grid)
 
 
 def _stacked(console: Console, columns: Sequence[Column], row: Sequence[str]) -> None:
     heads = [text for column, text in zip(columns, row, strict=True) if column.head]
     others = [f"{column.title} {text}" for column, text in zip(columns, row, strict=True) if text and not column.head]
-    for line in textwrap.wrap("  ".join(heads), console.width, subsequent_indent="  "):
-        console.print(_cell(line), soft_wrap=True)
+    for number, line in enumerate(_fold("  ".join(filter(None, heads)), max(console.width - _GAP, 1))):
+        console.print(_cell(" " * _GAP * (number > 0) + line), soft_wrap=True)
     # A no-break space keeps a name and its value on one line.
     pairs = "  ".join(pair.replace(" ", "\N{NO-BREAK SPACE}") for pair in others)
     indent = "  " if heads else ""
     for line in textwrap.wrap(pairs, console.width, initial_indent=indent, subsequent_indent="  "):
         console.print(Text(line.replace("\N{NO-BREAK SPACE}", " ")), soft_wrap=True)
+
+
+def _fold(text: str, width: int) -> list[str]:
+    """Break a text into lines behind blanks and hyphens, and within a word only where it alone is too long."""
+    lines = [""]
+    for piece in re.findall(r"[^\s-]*-|[^\s-]+\s*|\s+", text):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+            lines[-1] = lines[-1].rstrip()
+            lines.append("")
+        lines[-1] += piece
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]
 
 
 def _cell(text: str) -> Text:

@@ -88,8 +88,8 @@ def sweep(
     """Try a kernel's constants on one problem and rank them.
 
     Each candidate is held against the oracle before it is timed. On a GPU the median time from a cold level-2 cache
-    ranks; without one, which is no timing, the bytes of KV that the kernel loads, then spills, shared memory and
-    registers.
+    ranks; without one, which is no timing, those that spill registers come last, and the bytes of KV that the kernel
+    loads rank, then spilled bytes, shared memory and registers.
     """
     if resume and out is None:
         raise InvalidArgumentError("--resume is given without --out. Name the file to continue.")
@@ -100,6 +100,9 @@ def sweep(
     names = kernels or tuple(swept_kernels(dtype, list(chosen)) or swept_kernels(dtype))
     check_axes(names, list(chosen))
     configs = [config for name in names for config in SPACES[name].candidates(target.kind, chosen)]
+    if not configs:
+        values = as_options({name: ",".join(map(str, chosen[name])) for name in chosen})
+        raise InvalidArgumentError(f"{', '.join(names)} is not built for {values}. See the values of sweep --help.")
     options = {
         "q_len": q_len,
         "heads": heads,
@@ -115,7 +118,7 @@ def sweep(
     where |= {"samples": samples} if target.kind == "gpu" else {"arch": target.device.arch}
 
     def command(config: KernelConfig) -> str:
-        return f"mlaflash sweep {as_options({'kernel': config.kernel, **config.as_dict(), **options, **where})}"
+        return repeat(config, options | where)
 
     file = RecordFile(out, resume=resume) if out is not None else None
     run = Sweep(target, case, seed=seed, command=command, samples=samples)
@@ -148,6 +151,18 @@ def sweep(
         sys.exit(FAILED)
 
 
+def repeat(config: KernelConfig, options: Mapping[str, Any]) -> str:
+    """Spell the command that repeats one candidate.
+
+    Parameters
+    ----------
+    config : KernelConfig
+    options : mapping of str to Any
+        The problem, and where it runs.
+    """
+    return f"mlaflash sweep {as_options({'kernel': config.kernel, **config.as_dict(), **options})}"
+
+
 def _case(options: Mapping[str, Any]) -> Case:
     batch = options["batch"]
     return Case(
@@ -172,14 +187,17 @@ def _where(target: Target, case: Case, count: int, reason: str) -> str:
     why = f" ({reason})" if reason else ""
     return (
         f"{problem}; on the emulator{why} with the limits and the compiler of {target.device.arch}: THIS IS NO TIMING, "
-        "it ranks by bytes of KV loaded, spills, shared memory and registers"
+        "it ranks by bytes of KV loaded, spilled bytes, shared memory and registers, and those that spill last"
     )
 
 
 def _show(records: Sequence[Record], target: Target) -> None:
-    axes = list(dict.fromkeys(name for record in records for name in record.config))
+    # Kernels have other constants: side by side, each names its own.
+    is_mixed = len({record.kernel for record in records}) > 1
+    axes = [] if is_mixed else list(dict.fromkeys(name for record in records for name in record.config))
     timed = ("median us", "p10", "p90") if target.kind == "gpu" else ()
     columns = [Column("rank", head=True), Column("kernel", "left", head=True)]
+    columns += [Column("config", "left", fold=True, head=True)] if is_mixed else []
     columns += [Column(title) for title in (*axes, *timed, "KV bytes", "shared", "regs", "spills")]
     columns.append(Column("", "left", head=True))
     ranked = rank(records)
@@ -191,7 +209,8 @@ def _show(records: Sequence[Record], target: Target) -> None:
             numbers += [record.median_us, record.p10_us, record.p90_us]
         numbers += [record.kv_bytes, record.shared_bytes, record.registers, record.spill_bytes]
         shown_place = str(place) if record.status == "ok" else "-"
-        rows.append((shown_place, record.kernel, *map(_number, numbers), record.status))
+        config = (" ".join(f"{name}={value}" for name, value in record.config.items()),) if is_mixed else ()
+        rows.append((shown_place, record.kernel, *config, *map(_number, numbers), record.status))
     if rows:
         render.table(columns, rows)
     over = [record for record in others if record.status == "invalid" and record.shared_bytes > record.shared_limit]

@@ -22,7 +22,7 @@ from pathlib import Path
 from mlaflash.errors import CacheMissError, CompileError, MissingDependencyError
 from mlaflash.jit import sources
 from mlaflash.jit.cache import make_key, open_cache
-from mlaflash.settings import settings
+from mlaflash.settings import compiler_override, settings
 
 SUFFIX = ".so"
 COMPILERS = ("c++", "g++", "clang++")
@@ -86,7 +86,7 @@ def find_compiler() -> tuple[str, ...]:
     MissingDependencyError
         There is none.
     """
-    configured = settings().cxx
+    configured = compiler_override()
     if configured is not None:
         try:
             command = tuple(shlex.split(configured))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaflash.errors import InvalidArgumentError, MlaFlashError
-from mlaflash.settings import settings
+from mlaflash.settings import cache_settings
 
 SCHEMA = 1
 _KEY = re.compile(r"[A-Za-z0-9_.-]{1,120}-[0-9a-f]{32}")
@@ -270,7 +270,7 @@ def open_cache(*, suffix: str = ".cubin") -> CubinCache | None:
     InvalidArgumentError
         The cache folder, or a folder above it, is a file.
     """
-    configured = settings()
+    configured = cache_settings()
     path = configured.cache_path
     if path is not None:
         return CubinCache(path, suffix=suffix)

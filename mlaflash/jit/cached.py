@@ -10,6 +10,7 @@ from mlaflash.errors import CacheMissError
 from mlaflash.jit import sources
 from mlaflash.jit.cache import make_key, open_cache
 from mlaflash.jit.compiler import CompiledKernel, compile_options, compile_sources, nvrtc_version
+from mlaflash.params import DTYPE_CODES
 from mlaflash.settings import settings
 
 _log = logging.getLogger("mlaflash")
@@ -59,7 +60,12 @@ def stats() -> Stats:
 
 
 def compile_cached(
-    kernel: str, defines: Mapping[str, int], arch: str, *, lineinfo: bool | None = None
+    kernel: str,
+    defines: Mapping[str, int],
+    arch: str,
+    *,
+    lineinfo: bool | None = None,
+    ahead_of_time: bool = False,
 ) -> CompiledKernel:
     """Compile a kernel unless this process or the cache on disk has it; needs no GPU.
 
@@ -73,6 +79,8 @@ def compile_cached(
         Such as ``"sm_120"``.
     lineinfo : bool or None
         Whether the cubin carries line tables for profilers; None asks ``MLAFLASH_JIT_LINEINFO``.
+    ahead_of_time : bool
+        Whether compiling is what the caller is there for, so that ``MLAFLASH_DISABLE_JIT`` does not count.
 
     Returns
     -------
@@ -119,12 +127,12 @@ def compile_cached(
         if compiled is not None:
             with _state_lock:
                 counters.disk_hits += 1
-        elif configured.disable_jit:
+        elif configured.disable_jit and not ahead_of_time:
             raise CacheMissError(
                 f"kernel {kernel!r} for {arch} with {dict(defines)} is not in the cache "
                 f"({cache.path if cache else 'which is switched off'}) and MLAFLASH_DISABLE_JIT "
-                f"forbids to compile it. Fill the cache with: mlaflash compile --arch {arch} "
-                "--all, or unset MLAFLASH_DISABLE_JIT."
+                f"forbids to compile it. Fill the cache with: {_filling(defines, arch)} (which compiles what calls "
+                "choose by themselves; for tiles that a call names, make that call once without MLAFLASH_DISABLE_JIT)."
             )
         else:
             _log.info("compiling %s%s for %s", kernel, constants, arch)
@@ -145,6 +153,15 @@ def compile_cached(
                 cache.put(key, compiled.cubin, _to_record(compiled, options))
         _compiled[key] = compiled
     return compiled
+
+
+def _filling(defines: Mapping[str, int], arch: str) -> str:
+    """Spell the command that compiles a kernel beforehand."""
+    names = {code: name for name, code in DTYPE_CODES.items()}
+    out = defines.get("OUT_DTYPE", -1)
+    # Outputs in the type of q, and in float32, are compiled unasked.
+    asked = out in names and out not in (defines.get("Q_DTYPE"), DTYPE_CODES["float32"])
+    return f"mlaflash compile --arch {arch}" + (f" --out-dtype {names[out]}" if asked else "")
 
 
 _RECORDED = (

@@ -147,6 +147,7 @@ def check(
     cases: Sequence[Case],
     *,
     kernels: Sequence[str] = CHECKED,
+    required: Sequence[str] = (),
     constants: Mapping[str, int] | None = None,
     seed: int = 0,
     progress: Callable[[str, int, int], None] = no_progress,
@@ -159,6 +160,8 @@ def check(
     cases : sequence of Case
     kernels : sequence of str
         From `labels`.
+    required : sequence of str
+        Those of them that were asked for by name.
     constants : mapping of str to int, optional
         Constants by name, such as ``{"ht": 8}``; ``nsplit`` is that of `combine`.
     seed : int
@@ -174,7 +177,7 @@ def check(
     Raises
     ------
     InvalidArgumentError, TileError
-        Constants that are not allowed or do not fit.
+        Constants that are not allowed or do not fit, or a required kernel that does none of the problems.
     """
     constants = dict(constants or {})
     check_axes([_kernel_of(label) for label in kernels], list(constants))
@@ -185,6 +188,13 @@ def check(
         for label in kernels:
             run, launches = _plan(target, problem, case, label, splits, constants)
             planned.append((run, launches))
+    for label in required:
+        steps = [steps for run, steps in planned if run.label == label]
+        skips = [skip for skip in steps if isinstance(skip, Skip)]
+        if skips and len(skips) == len(steps):
+            raise InvalidArgumentError(
+                f"--kernel is {label}, which does none of the problems selected. Of {skips[0].case}: {skips[0].reason}"
+            )
     return _results(target, planned, inputs, seed, progress)
 
 

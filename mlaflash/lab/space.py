@@ -21,7 +21,7 @@ class Axis:
     Attributes
     ----------
     name : str
-        Its one name: the field of the configuration, the option of the command line, the key of a record.
+        Its one name: the field of the configuration, the key of a record and, with dashes, the command line's option.
     values : tuple of int
         What a sweep tries on a GPU.
     emulator_values : tuple of int
@@ -33,6 +33,21 @@ class Axis:
     values: tuple[int, ...]
     emulator_values: tuple[int, ...]
     help: str
+
+    @property
+    def option(self) -> str:
+        """Its option of the command line."""
+        return option_name(self.name)
+
+
+def option_name(name: str) -> str:
+    """Return the option of the command line that a name is given by: ``--kv-groups`` for ``kv_groups``.
+
+    Parameters
+    ----------
+    name : str
+    """
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +130,14 @@ SPACES: Final[dict[str, Space]] = {
             Axis("column_warps", (2, 4), (2, 4), "Warps that share a row group's columns."),
             Axis("stages", (4, 8), (4,), "KV tiles in the ring."),
             Axis("lookahead", (1, 2, 3), (1, 2), "Operand loads ahead of the products."),
+            Axis("refill_at", (3, 9), (9,), "Step through the dims of a tile at which the ring is refilled."),
             _MMA_SPLITS,
         ),
-        lambda point: point["row_groups"] * point["column_warps"] in (4, 8) and point["stages"] >= point["row_groups"],
+        lambda point: (
+            point["row_groups"] * point["column_warps"] in (4, 8)
+            and point["stages"] >= point["row_groups"]
+            and point["refill_at"] <= 36 // point["column_warps"]
+        ),
     ),
 }
 """By the name of the kernel. A kernel that is added here can be swept, and gets the options of the command line."""
@@ -171,6 +191,6 @@ def check_axes(kernels: Sequence[str], names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise InvalidArgumentError(
-            f"--{unknown[0]} is given and {', '.join(kernels)} has no such constant; allowed here: "
-            f"{', '.join(f'--{name}' for name in sorted(known)) or 'none'}. Leave it out, or choose another --kernel."
+            f"{option_name(unknown[0])} is given and {', '.join(kernels)} has no such constant; allowed here: "
+            f"{', '.join(map(option_name, sorted(known))) or 'none'}. Leave it out, or choose another --kernel."
         )

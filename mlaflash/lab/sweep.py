@@ -22,6 +22,7 @@ from mlaflash.errors import (
     LaunchError,
     MissingDependencyError,
     MlaFlashError,
+    TileError,
     UnsupportedError,
 )
 from mlaflash.jit import CompiledKernel, compile_cached
@@ -198,6 +199,7 @@ class _Candidate:
     config: KernelConfig
     schedule: Schedule | None
     invalid: str
+    is_refused: bool = False  # the kernel does not do the problem, whatever its constants
 
 
 class Sweep:
@@ -266,12 +268,21 @@ class Sweep:
         iterator of Record
             Candidates are compiled and run as it is advanced. It raises `LaunchError` where one left the process
             without a GPU, after its record.
+
+        Raises
+        ------
+        InvalidArgumentError
+            A kernel does not do the problem, whatever its constants.
         """
         skipped = {record.candidate for record in done}
         inputs = build(self.case, self.seed)
         wanted = [config for config in configs if _candidate_id(config) not in skipped]
         problem = read_problem(inputs)
         candidates = [self._plan(problem, config) for config in wanted]
+        for kernel in dict.fromkeys(candidate.kernel for candidate in candidates):
+            of_kernel = [candidate for candidate in candidates if candidate.kernel == kernel]
+            if all(candidate.is_refused for candidate in of_kernel):
+                raise InvalidArgumentError(of_kernel[0].invalid)
         return self._records(candidates, inputs, progress)
 
     def _records(
@@ -303,7 +314,8 @@ class Sweep:
         try:
             schedule = self.target.plan(problem, config.kernel, config)
         except (UnsupportedError, InvalidArgumentError) as error:
-            return _Candidate(config.kernel, config, None, str(error))
+            is_refused = isinstance(error, UnsupportedError) and not isinstance(error, TileError)
+            return _Candidate(config.kernel, config, None, str(error), is_refused)
         return _Candidate(config.kernel, config, schedule, "")
 
     def _measure(
@@ -405,8 +417,8 @@ def _candidate_id(config: KernelConfig) -> tuple[str, str]:
 def rank(records: Iterable[Record]) -> list[Record]:
     """Order the records that are ok, the best first.
 
-    By the median time where there is one. Else, which is no timing, by the bytes of KV that are loaded, then spills,
-    shared memory and registers.
+    By the median time where there is one. Else, which is no timing, those that spill come last; then by the bytes of KV
+    that are loaded, spilled bytes, shared memory and registers.
 
     Parameters
     ----------
@@ -419,6 +431,7 @@ def rank(records: Iterable[Record]) -> list[Record]:
     def merit(record: Record) -> tuple[float, ...]:
         return (
             size(record.median_us),
+            float(bool(record.spill_bytes)),
             size(record.kv_bytes),
             size(record.spill_bytes),
             record.shared_bytes,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
+from mlaflash import cost
 from mlaflash.device import Device
 from mlaflash.errors import CompileError, UnsupportedError
 from mlaflash.interop import numpy_view
@@ -14,19 +18,16 @@ from mlaflash.jit import CompiledKernel, compile_cached
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.space import SPACES, merge_splits
 from mlaflash.lab.target import compiler_threads, no_progress
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64
+from mlaflash.mma_tiles import feature_defines
+from mlaflash.params import DTYPE_CODES
 from mlaflash.problem import Problem
-from mlaflash.schedule import KERNELS, MMA_KERNELS, mma_refusal, plan
+from mlaflash.schedule import KERNELS, MMA_KERNELS, plan
 from mlaflash.tiles import KernelConfig
 
 COMPILED: Final = (*KERNELS, "combine")
-SHIPPED: Final[dict[str, tuple[KernelConfig, ...]]] = {
-    "mma_narrow": (NARROW,),
-    "mma_wide": (ROWS_32, ROWS_32_PAIR, ROWS_64),
-}
-"""Configurations that a call may choose, of the kernels that have more than one for a problem's shape."""
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
+_FEATURES: Final = frozenset(name.lower() for name in feature_defines(0, False, False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,14 @@ class Variant:
     kernel : str
     arch : str
     config : dict
-        The kernel's constants under their names, and ``dtype``.
+        From `form`.
     defines : dict of str to int
     shared_bytes : int
         Dynamic shared memory of a block.
     shared_limit : int
         Of the architecture's usual card.
+    is_shipped : bool
+        Whether a call chooses it by itself; else it is a candidate of a sweep.
     """
 
     kernel: str
@@ -52,6 +55,7 @@ class Variant:
     defines: dict[str, int]
     shared_bytes: int
     shared_limit: int
+    is_shipped: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,13 @@ class Compilation:
 
     @property
     def passed(self) -> bool:
-        """Whether it compiled, keeps its registers, and fits."""
-        return self.compiled is not None and self.compiled.spill_bytes == 0 and self.fits
+        """Whether it compiled and fits, and keeps its registers where it is shipped."""
+        return self.compiled is not None and self.fits and not (self.spills and self.variant.is_shipped)
+
+    @property
+    def spills(self) -> bool:
+        """Whether it compiled, and has more values at once than registers."""
+        return self.compiled is not None and self.compiled.spill_bytes > 0
 
     @property
     def shared_bytes(self) -> int:
@@ -102,8 +111,54 @@ class Compilation:
         }
 
 
+def form(kernel: str, defines: Mapping[str, int]) -> dict[str, Any]:
+    """Name the constants of a compiled form as records do.
+
+    Parameters
+    ----------
+    kernel : str
+    defines : mapping of str to int
+
+    Returns
+    -------
+    dict
+        Constants under their lower-case names; ``dtype`` of q and the KV; and where they differ from it ``out_dtype``
+        and, of `combine`, ``partial_dtype``. In the other kernels the latter follows from the rest.
+    """
+    names = {code: name for name, code in DTYPE_CODES.items()}
+    config: dict[str, Any] = {name.lower(): code for name, code in defines.items() if not name.endswith("_DTYPE")}
+    roles = ("OUT", "PARTIAL") if kernel == "combine" else ("OUT",)
+    if "Q_DTYPE" in defines:
+        config["dtype"] = names.get(defines["Q_DTYPE"], "unknown")
+        for role in roles:
+            name = names.get(defines.get(f"{role}_DTYPE", -1), "unknown")
+            config |= {f"{role.lower()}_dtype": name} if name != config["dtype"] else {}
+    return config
+
+
+def spell(config: Mapping[str, Any]) -> str:
+    """Spell what `form` returns, without the features that a form leaves out.
+
+    Parameters
+    ----------
+    config : mapping of str to Any
+    """
+    words = []
+    for name, value in config.items():
+        if name in _FEATURES:
+            words += [name] if value else []
+        else:
+            words.append(str(value) if name == "dtype" else f"{name}={value}")
+    return " ".join(words)
+
+
 def variants(
-    arch: str, dtypes: Sequence[str], kernels: Sequence[str], *, every_tile: bool = False
+    arch: str,
+    dtypes: Sequence[str],
+    kernels: Sequence[str],
+    *,
+    out_dtypes: Sequence[str] = (),
+    every_tile: bool = False,
 ) -> tuple[list[Variant], list[str]]:
     """List what the calls on an architecture need compiled.
 
@@ -113,8 +168,10 @@ def variants(
     dtypes : sequence of str
     kernels : sequence of str
         Of `COMPILED`.
+    out_dtypes : sequence of str
+        Element types of `out`; none is that of q, and float32.
     every_tile : bool
-        All candidates of a sweep, where otherwise the tiles are those that the library chooses.
+        All candidates of a sweep as well, where otherwise the tiles are those that the library chooses.
 
     Returns
     -------
@@ -130,38 +187,27 @@ def variants(
     device = Device.for_arch(arch)
     found: dict[tuple[str, frozenset[tuple[str, int]]], Variant] = {}
     refused: dict[str, None] = {}
-    for dtype in dtypes:
-        # Plans come from the same code as a call's: what is compiled here is what a call looks for.
-        case = Case(name="variants", q_lens=(1,), kv_lens=(1,), heads=8, sm_scale=1.0, dtype=dtype)
-        problem = Problem.from_arrays(numpy_view, **build(case, 0))
-        for kernel in KERNELS:
-            refusal = mma_refusal(problem) if kernel in MMA_KERNELS else None
-            if refusal is not None:
-                continue  # of an element type: nothing that a user could do about it
-            for config in _configs(problem, device, kernel, every_tile):
-                try:
-                    launches = plan(problem, device, kernel=kernel, tiles=config).launches
-                except UnsupportedError as error:
-                    refused.setdefault(str(error))
-                    continue
-                for launch in launches:
-                    # A kernel of another name than the plan's, `combine` apart, is a form of the planned one.
-                    if (launch.kernel if launch.kernel in COMPILED else kernel) not in kernels:
-                        continue
-                    constants = {
-                        name.lower(): value for name, value in launch.defines.items() if not name.endswith("_DTYPE")
-                    }
-                    found.setdefault(
-                        (launch.kernel, frozenset(launch.defines.items())),
-                        Variant(
-                            launch.kernel,
-                            arch,
-                            {**constants, "dtype": dtype},
-                            dict(launch.defines),
-                            launch.shared_bytes,
-                            device.shared_per_block,
-                        ),
-                    )
+    # Plans come from the same code as a call's: what is compiled here is what a call looks for.
+    for kernel, problem, config, is_shipped in _calls(device, dtypes, out_dtypes, every_tile):
+        try:
+            launches = plan(problem, device, kernel=kernel, tiles=config).launches
+        except UnsupportedError as error:
+            refused.setdefault(str(error))
+            continue
+        for launch in launches:
+            # A kernel of another name than the plan's, `combine` apart, is a form of the planned one.
+            if (launch.kernel if launch.kernel in COMPILED else kernel) not in kernels:
+                continue
+            variant = Variant(
+                launch.kernel,
+                arch,
+                form(launch.kernel, launch.defines),
+                dict(launch.defines),
+                launch.shared_bytes,
+                device.shared_per_block,
+                is_shipped,
+            )
+            found.setdefault((launch.kernel, frozenset(launch.defines.items())), variant)
     order = {kernel: place for place, kernel in enumerate(COMPILED)}
     return sorted(found.values(), key=lambda variant: order.get(variant.kernel, -1)), list(refused)
 
@@ -199,20 +245,61 @@ def compile_all(
 
 def _compile(variant: Variant) -> Compilation:
     try:
-        return Compilation(variant, compile_cached(variant.kernel, variant.defines, variant.arch))
+        compiled = compile_cached(variant.kernel, variant.defines, variant.arch, ahead_of_time=True)
+        return Compilation(variant, compiled)
     except CompileError as error:
         return Compilation(variant, None, str(error))
 
 
-def _configs(problem: Problem, device: Device, kernel: str, every_tile: bool) -> Iterator[KernelConfig | None]:
-    """List what a call chooses by itself, or everything that is swept, with all the splits that compile differently."""
-    yield None
-    space = SPACES.get(kernel)
-    if space is None or not space.axes:
-        return
+def _calls(
+    device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], every_tile: bool
+) -> Iterator[tuple[str, Problem, KernelConfig | None, bool]]:
+    """List calls that together need every form: kernel, problem, constants, and whether a call chooses these."""
     splits = [1, *merge_splits()]
-    if every_tile:
-        yield from space.candidates("gpu", {"nsplit": [1]})
-    for shipped in SHIPPED.get(kernel) or (plan(problem, device, kernel=kernel).config,):
-        for nsplit in splits:
-            yield space.change(shipped, {"nsplit": nsplit})
+    candidates: list[tuple[str, Problem, KernelConfig | None, bool]] = []
+    for dtype in dtypes:
+        for out_dtype in dict.fromkeys(out_dtypes or (dtype, "float32")):
+            for features in itertools.product((False, True), repeat=len(_FEATURES)):
+                problem = _problem(dtype, out_dtype, *features)
+                for kernel in KERNELS:
+                    if kernel in MMA_KERNELS and dtype == "float32":
+                        continue  # nothing that a user could do about it
+                    if kernel not in MMA_KERNELS and any(features):
+                        continue  # run-time arguments there
+                    space = SPACES.get(kernel)
+                    for config in _shipped(kernel, problem, device):
+                        yield kernel, problem, config, True
+                        if space is not None and space.axes and config is not None:
+                            for nsplit in splits:
+                                yield kernel, problem, space.change(config, {"nsplit": nsplit}), True
+                    if every_tile and space is not None and space.axes and out_dtype == dtype and not any(features):
+                        tiles = space.candidates("gpu", {"nsplit": [1]})
+                        candidates += [(kernel, problem, config, False) for config in tiles]
+    # Behind all others: a form that is shipped and a candidate too is shipped.
+    yield from candidates
+
+
+def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv: bool) -> Problem:
+    """Make a small problem with the features of `feature_defines`."""
+    case = Case(
+        name="variants",
+        q_lens=(1,),
+        kv_lens=(2,),
+        heads=8,
+        sm_scale=1.0,
+        dtype=dtype,
+        logit_cap=30.0 if soft_cap else 0.0,
+        new_kv=new_kv,
+        paired=split_kv,
+    )
+    arguments = build(case, 0)
+    if split_kv:
+        arguments["kv_cache"] = tuple(np.ascontiguousarray(part) for part in arguments["kv_cache"])
+    return Problem.from_arrays(numpy_view, out_dtype=out_dtype, **arguments)
+
+
+def _shipped(kernel: str, problem: Problem, device: Device) -> list[KernelConfig | None]:
+    """List the constants that a call chooses; None where there are none to choose."""
+    if kernel in MMA_KERNELS:
+        return [c.config for c in cost.fitting_classes(device) if c.config.kernel == kernel]
+    return [plan(problem, device, kernel=kernel).config] if SPACES[kernel].axes else [None]
