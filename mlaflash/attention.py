@@ -89,7 +89,8 @@ def mla_verify(
     out_dtype : str or dtype, optional
         Of `out`; by default q's, or that of `out`.
     max_q_len : int, optional
-        Largest number of query tokens of a request; tightens the grid for ragged q.
+        Largest number of query tokens of a request; tightens the grid for ragged q. By default a TreeMask without
+        `tail_lens` gives it by its columns, else it is T.
     max_kv_len : int, optional
         Longest request; by default what the page table can address. No length is read from the device.
     kernel : {"naive", "tile", "mma_narrow", "mma_wide"}, optional

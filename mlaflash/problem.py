@@ -230,13 +230,17 @@ class Problem:
                     f"new_kv has {new_rows.shape[0]} rows of {new_rows.dtype}; one {kv_rows.dtype} row for each of "
                     f"the {num_tokens} query tokens is needed."
                 )
-            ids_bound += max_q
         mode, words, columns = _mask(view, mask, num_tokens)
         if mode == "tree" and tail_lens is None and indptr is None and max_q > columns:
             raise InvalidArgumentError(
                 f"mask has {columns} columns (max_q) and every request {max_q} query tokens; a column for each is "
                 "needed. Make the mask wider, or give tail_lens."
             )
+        if mode == "tree" and tail_lens is None:
+            # A column for each query token of a request: the mask bounds ragged lengths, which lie on the device.
+            max_q = min(max_q, columns)
+        if new_rows is not None:
+            ids_bound += max_q
         tails = None
         if tail_lens is not None:
             if mode != "tree":
@@ -517,12 +521,13 @@ def _validate(problem: Problem) -> None:
                 f"qo_indptr is {indptr.tolist()[:8]}...; it must begin with 0, never fall, and end at or below the "
                 f"{problem.num_tokens} query tokens."
             )
-        if (q_lens > problem.max_q_len).any():
-            worst = int(q_lens.argmax())
-            raise InvalidArgumentError(
-                f"max_q_len is {problem.max_q_len} and request {worst} has {q_lens[worst]} query tokens; no request "
-                "may have more."
-            )
+    _validate_mask(problem, q_lens)
+    if (q_lens > problem.max_q_len).any():
+        worst = int(q_lens.argmax())
+        raise InvalidArgumentError(
+            f"max_q_len is {problem.max_q_len} and request {worst} has {q_lens[worst]} query tokens; no request may "
+            "have more."
+        )
     bad = (kv_lens < 0) | (kv_lens > problem.max_kv_len)
     if bad.any():
         request = _first(bad)
@@ -530,11 +535,10 @@ def _validate(problem: Problem) -> None:
             f"kv_lens[{request}] is {kv_lens[request]}; allowed is 0 .. {problem.max_kv_len} (max_kv_len, or what the "
             "page table can address)."
         )
-    _validate_mask(problem, kv_lens, q_lens)
     _validate_pages(problem, kv_lens, q_lens)
 
 
-def _validate_mask(problem: Problem, kv_lens: np.ndarray[Any, Any], q_lens: np.ndarray[Any, Any]) -> None:
+def _validate_mask(problem: Problem, q_lens: np.ndarray[Any, Any]) -> None:
     if problem.mask_mode != "tree":
         return
     tails, name = q_lens, "request"

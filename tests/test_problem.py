@@ -8,7 +8,9 @@ import pytest
 
 from mlaflash import InvalidArgumentError, ShapeError, TreeMask, UnsupportedError
 from mlaflash.emulator import mla_verify
+from mlaflash.interop import numpy_view
 from mlaflash.lab.inputs import Case, build
+from mlaflash.problem import Problem
 from mlaflash.tiles import NaiveConfig, TileConfig
 
 CASE = Case(name="good", q_lens=(2, 3), kv_lens=(20, 33), heads=4, sm_scale=0.14468, page_size=16, dtype="float32")
@@ -227,3 +229,14 @@ def test_results_of_several_tokens_must_be_one_run() -> None:
     arguments["q"] = arguments["q"].reshape(2, 2, 4, 576)
     with pytest.raises(ShapeError, match=r"out has strides .* one run of tokens"):
         mla_verify(**arguments, out=np.zeros((2, 5, 4, 512), F32)[:, 2:4])
+
+
+def test_the_mask_bounds_ragged_query_lengths() -> None:
+    arguments = build(replace(CASE, mask="tree"), 1)
+    problem = Problem.from_arrays(numpy_view, **arguments)
+    assert (problem.max_q_len, problem.num_tokens) == (3, 5)
+    causal = Problem.from_arrays(numpy_view, **(arguments | {"mask": "causal"}))
+    assert causal.max_q_len == 5
+    # The columns say nothing of q where they describe other tokens.
+    tails = arguments | {"tail_lens": np.array([2, 3], np.int32)}
+    assert Problem.from_arrays(numpy_view, **tails).max_q_len == 5
