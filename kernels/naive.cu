@@ -1,11 +1,10 @@
 // The baseline: one block computes one (query token, head) in three passes over its KV.
 //
 // Grid:   x = T * H, head fastest. Block: 256 threads.
-// Shared: 4 * (2 * 8 + 256 * VEC) bytes, VEC = elements in 128 bits (4 or 8): reductions, then the merge of the token
-// groups. Global: a float32 row of scores for each block, so that the softmax is the textbook's: maximum, exponentials,
-// sum. Idea:   nothing is shared between heads or query tokens. Every block reads the 576 elements of a visible KV row
-// for its
-//         score and the 512 latent ones again for its value: the yardstick for what `tile` and `mma` save.
+// Shared: 4 * (2 * 8 + 256 * VEC) bytes, VEC = elements in 128 bits (4 or 8): reductions, then the token groups' merge.
+// Global: a float32 row of scores for each block: the softmax is the textbook's, maximum, exponentials, sum.
+// Idea:   nothing is shared between heads or query tokens. Every block reads the 576 elements of a visible KV row for
+//         its score and the 512 latent ones again for its value: the yardstick for what `tile` and `mma_*` save.
 #include "addressing.cuh"
 
 constexpr int BLOCK = 256;

@@ -2,11 +2,10 @@
 //
 // Grid:   x = T * ceil(H / HT), head tile fastest; y = split. Block: 256 threads.
 // Shared: 4 * (576 * HT + 576 * TK + HT * TK * (1 + DIM_SLICES) + 3 * HT) + 16 * TK bytes (map in README.md).
-// Idea:   a tile of TK KV rows is loaded once and used twice, as keys by all HT heads and, through its first 512
-// columns, as
-//         values. Scores go through shared memory, the softmax is online (Milakov and Gimelshein, arXiv:1805.02867;
-//         FlashAttention, arXiv:2205.14135), and the value accumulators stay in registers. `naive` reads 1088 elements
-//         for each head and token, this kernel 576 for each HT heads.
+// Idea:   a tile of TK KV rows is loaded once and used twice, as keys by all HT heads and, in its first 512 columns, as
+//         values. Scores go through shared memory, and the value accumulators stay in registers. `naive` reads 1088
+//         elements for each head and token, this kernel 576 for each HT heads.
+// Source: the online softmax of Milakov and Gimelshein, arXiv:1805.02867; FlashAttention, arXiv:2205.14135.
 #include "addressing.cuh"
 
 constexpr int BLOCK = 256;
@@ -14,9 +13,6 @@ constexpr int NUM_WARPS = BLOCK / WARP;
 constexpr int VEC = vector_width<KV_DTYPE>();
 constexpr int UNITS = D / VEC;  // 128-bit global units in a row
 constexpr int QUADS = D / 4;    // groups of four float32 in a row in shared memory
-
-CONSTANT int min_int(int a, int b) { return a < b ? a : b; }
-CONSTANT int max_int(int a, int b) { return a > b ? a : b; }
 
 // Scores: a warp is TOKEN_LANES groups of lanes; the lanes of a group split the 576 dims, each holds HEADS x TOKENS
 // sums. The q loads are the same for all groups (one wavefront), the k loads the same for all heads.

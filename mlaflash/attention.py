@@ -242,7 +242,7 @@ def prepare(
         views = output_views(cupy_view, problem, out, lse)
         launches = () if problem.is_empty else schedule.launches
         workspaces = {w.name: cupy.empty(w.shape, w.dtype) for w in schedule.workspaces if launches}
-        if problem.is_dense:
+        if problem.is_dense and launches:
             workspaces["page_ids"] = cupy.arange(problem.batch, dtype="int32")
     pointers = {name: array.data.ptr for name, array in workspaces.items()}
     params = build_params(problem, schedule, *views, pointers)

@@ -231,7 +231,8 @@ def _plan_mma(problem: Problem, config: MmaNarrowConfig | MmaWideConfig, device:
     refusal = mma_refusal(problem)
     if refusal is not None:
         raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}. Use the kernel tile.")
-    row_tiles = -(-problem.max_q_len * problem.num_heads // config.rows)
+    # One at least: the last request's blocks also write the padding behind it.
+    row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))
     splits = config.nsplit or _mma_choice(problem, device, config.rows).num_splits
     # Halved traffic between the kernels; a 16-bit result rounds to the same precision in any case.
     partial_dtype = problem.out_dtype

@@ -163,6 +163,22 @@ def test_what_combine_loads_was_written(config: KernelConfig, monkeypatch: pytes
     assert all(np.isfinite(partial).all() for partial in merged)
 
 
+@pytest.mark.parametrize("kernel", [None, "naive", "tile", "mma_narrow", "mma_wide"])
+@pytest.mark.parametrize(
+    "bound",
+    [{"max_q_len": 0}, {"mask": TreeMask.from_packed(np.zeros((3, 0), np.uint32), 0)}, {}],
+    ids=["length", "mask", "unbounded"],
+)
+def test_requests_without_query_tokens_leave_the_padding_empty(bound: dict[str, Any], kernel: str | None) -> None:
+    out, lse = mla_verify(
+        np.ones((3, 8, 576), ml_dtypes.bfloat16), np.ones((4, 576), ml_dtypes.bfloat16), sm_scale=SCALE,
+        kv_lens=np.array([2], np.int32), kv_indptr=np.array([0, 2], np.int32), kv_indices=np.array([0, 1], np.int32),
+        qo_indptr=np.zeros(2, np.int32), kernel=kernel, **bound,
+    )  # fmt: skip
+    assert (out.astype(np.float32) == 0).all()
+    assert np.isneginf(lse).all()
+
+
 @pytest.mark.parametrize("kernel", [None, "naive", "tile"])
 def test_a_batch_of_nothing_but_padding_is_empty(kernel: str | None) -> None:
     none = np.zeros(0, np.int32)

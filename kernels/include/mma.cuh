@@ -13,8 +13,6 @@ constexpr int TILE = 16;  // tokens of a KV tile; rows of an MMA tile
 
 static_assert(Q_DTYPE != FLOAT32 && KV_DTYPE == Q_DTYPE, "tensor cores take bfloat16 or float16, q and KV alike");
 
-DEVICE int min_int(int a, int b) { return a < b ? a : b; }
-DEVICE int max_int(int a, int b) { return a > b ? a : b; }
 DEVICE int lane_idx() { return thread_idx() % WARP; }
 DEVICE int warp_idx() { return thread_idx() / WARP; }
 

@@ -34,3 +34,6 @@ constexpr int DR = 64;
 constexpr int D = DL + DR;
 
 constexpr int WARP = 32;
+
+CONSTANT int min_int(int a, int b) { return a < b ? a : b; }
+CONSTANT int max_int(int a, int b) { return a > b ? a : b; }

@@ -279,15 +279,11 @@ class GpuTarget(Target):
         """Time a verify call from a cold level-2 cache."""
         import cupy
 
-        from mlaflash.attention import mla_verify
+        from mlaflash.attention import prepare
 
         try:
-            out, lse = mla_verify(**loaded, kernel=kernel, tiles=config)
-            return measure(
-                lambda: mla_verify(**loaded, kernel=kernel, tiles=config, out=out, lse=lse),
-                self.device,
-                samples=samples,
-            )
+            call = prepare(**loaded, kernel=kernel, tiles=config)
+            return measure(call.launch, self.device, samples=samples)
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
             raise _launch_error(kernel, config, error) from error
 
