@@ -234,7 +234,7 @@ def _plan_mma(problem: Problem, config: MmaNarrowConfig | MmaWideConfig, device:
     # One at least: the last request's blocks also write the padding behind it.
     row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))
     splits = config.nsplit or _mma_choice(problem, device, config.rows).num_splits
-    # Halved traffic between the kernels; a 16-bit result rounds to the same precision in any case.
+    # Halved traffic between the kernels, for 1.16 times the error of a 16-bit result at 132 splits of 128 k tokens.
     partial_dtype = problem.out_dtype
     features = feature_defines(problem.logit_cap, problem.new_kv is not None, problem.is_split_kv)
     launch = Launch(

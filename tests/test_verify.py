@@ -12,6 +12,7 @@ from mlaflash import TreeMask, oracle
 from mlaflash.emulator import mla_verify, run_kernel
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
+from mlaflash.mma_tiles import NARROW
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, tile_candidates
 
 CONFIGS = list(configs())
@@ -353,3 +354,25 @@ def test_a_split_of_nans_is_not_dropped(config: KernelConfig) -> None:
     out, lse = mla_verify(**arguments, kernel=config.kernel, tiles=config)
     assert np.isnan(out.astype(np.float32)).all()
     assert np.isnan(lse).all()
+
+
+def test_16_bit_partials_cost_less_than_a_third_more_error() -> None:
+    # The worst case for rounding each split's result: nearly uniform attention, many splits, a long context.
+    kv_len, rng = 131_072, np.random.default_rng(23)
+    arguments = {
+        "q": (0.02 * rng.standard_normal((1, 16, 576), np.float32)).astype(ml_dtypes.bfloat16),
+        "kv_cache": rng.standard_normal((kv_len, 576), np.float32).astype(ml_dtypes.bfloat16),
+        "sm_scale": SCALE,
+        "kv_lens": np.array([kv_len], np.int32),
+        "tiles": replace(NARROW, nsplit=132),
+    }
+    expected, _ = oracle.mla_verify(**arguments)
+
+    def error(out: Any) -> float:
+        return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+    rounded = error(mla_verify(**arguments)[0])
+    # A float32 out has float32 partials; rounding it then is all that a bfloat16 out needs.
+    exact = error(mla_verify(**arguments, out_dtype="float32")[0].astype(ml_dtypes.bfloat16))
+    assert exact < rounded <= 1.3 * exact
+    assert rounded <= 2.5e-3
