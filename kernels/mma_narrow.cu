@@ -7,7 +7,7 @@
 //         They are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes
 //         that it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps
 //         add their partial scores through shared memory. Two KV groups (or two blocks on an SM) take turns and hide
-//         each other's latency.
+//         each other's latency. DETERMINISTIC: a block computes chunks one after the other, each from nothing.
 // Source: the online softmax over KV tiles of FlashAttention (arXiv:2205.14135), split over KV as in Flash-Decoding.
 #include "mma.cuh"
 
@@ -28,6 +28,7 @@ constexpr int K_AHEAD = 2;                        // ldmatrix in flight before t
 
 static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of their columns");
 static_assert(STAGES >= 2, "one tile is read while the next one is copied");
+static_assert(KV_GROUPS == 1 || !DETERMINISTIC, "a chunk is one chain of tiles");
 static_assert(EXCHANGE_BUFFERS == 1 || EXCHANGE_BUFFERS == 2, "one buffer costs a second barrier a tile");
 
 struct Smem {
@@ -317,7 +318,7 @@ DEVICE void store(const VerifyParams& p, const Request& r, const RowTile& rows, 
                   const float (&o)[O_TILES][4]) {
   const int column = w.column * (DL / COLUMN_WARPS) + w.group * FINAL_TILES * 8;
   if constexpr (KV_GROUPS == 1) {
-    store_results(p, r, rows.first, rows.end, column, softmax, o);
+    store_results(p, r, rows.first, rows.end, column, block_idx_y(), softmax, o);
   } else {
     float merged[FINAL_TILES][4];
     // Orders nothing that matters. But a group that is done early writes while the other still passes its own barriers,
@@ -326,8 +327,22 @@ DEVICE void store(const VerifyParams& p, const Request& r, const RowTile& rows, 
     send_half(w, softmax, o);
     block_sync();  // orders the writes of send_half() before the other group's reads of them
     merge_half(w, softmax, o, merged);
-    store_results(p, r, rows.first, rows.end, column, softmax, merged);
+    store_results(p, r, rows.first, rows.end, column, block_idx_y(), softmax, merged);
   }
+}
+
+DEVICE void reset(Softmax& softmax, float (&o)[O_TILES][4]) {
+  softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
+#pragma unroll
+  for (int i = 0; i < O_TILES; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
+}
+
+// DETERMINISTIC, after a tile: stores the chunk that it ends, and begins the next one.
+DEVICE void end_chunk(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w,
+                      const TileRange& tiles, int tile, Softmax& softmax, float (&o)[O_TILES][4]) {
+  if (tile + 1 != tiles.end && (tile + 1) % CHUNK_TILES != 0) return;
+  store_results(p, r, rows.first, rows.end, w.column * (DL / COLUMN_WARPS), tile / CHUNK_TILES, softmax, o);
+  reset(softmax, o);
 }
 
 // --- the kernel ----------------------------------------------------------------------------------------------------
@@ -382,6 +397,10 @@ DEVICE void attend(const VerifyParams& p, const Request& r) {
   const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
   if (rows.end <= rows.first) return;
   const TileRange tiles = split_tiles(p, r, rows, block_idx_y());
+  if constexpr (DETERMINISTIC) {
+    store_absent<THREADS>(p, r, rows.first, rows.end, count_chunks(p, r, rows));
+    if (tiles.begin == tiles.end) return;
+  }
   if (tiles.begin == tiles.end) return store_empty<THREADS>(p, r, rows.first, rows.end);
 
   const Warp w = locate(shared_base());
@@ -410,11 +429,12 @@ DEVICE void attend(const VerifyParams& p, const Request& r) {
     u32 weights[4];
     softmax_tile(s, exponent_scale(p), softmax, o, weights);
     add_values(weights, v, o);
+    if constexpr (DETERMINISTIC) end_chunk(p, r, rows, w, tiles, tile, softmax, o);
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
   cp_async_wait_all();  // nothing is in flight any more
-  store(p, r, rows, w, softmax, o);
+  if constexpr (!DETERMINISTIC) store(p, r, rows, w, softmax, o);
 }
 
 KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {

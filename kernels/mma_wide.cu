@@ -13,6 +13,8 @@
 //         well, which V = K[:, :512] invites.
 #include "mma.cuh"
 
+static_assert(!DETERMINISTIC, "mma_narrow computes the rows that are to be the same in every call");
+
 constexpr int WARPS = ROW_GROUPS * COLUMN_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROWS = ROW_GROUPS * 16;
@@ -413,7 +415,7 @@ DEVICE void finish(const VerifyParams& p, const State& state) {
   const Request r = load_request(p, block_idx_z());
   const int warp = thread_idx_anew() / WARP;
   store_results(p, r, block_idx_x() * ROWS + warp / COLUMN_WARPS * 16, r.q_len * p.num_heads,
-                warp % COLUMN_WARPS * (DL / COLUMN_WARPS), state.softmax, state.o);
+                warp % COLUMN_WARPS * (DL / COLUMN_WARPS), block_idx_y(), state.softmax, state.o);
 }
 
 KERNEL(mlaflash_mma_wide, THREADS, 1) {

@@ -40,6 +40,7 @@ def mla_verify(
     max_kv_len: int | None = None,
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = False,
     stream: Any = None,
@@ -146,6 +147,7 @@ def mla_verify(
         max_kv_len=max_kv_len,
         kernel=kernel,
         tiles=tiles,
+        deterministic=deterministic,
         budget=budget,
         validate=validate,
         stream=stream,
@@ -200,6 +202,7 @@ def prepare(
     out_dtype: Any = None,
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = False,
     stream: Any = None,
@@ -230,7 +233,7 @@ def prepare(
     problem = Problem.from_arrays(cupy_view, q, kv_cache, out_dtype=out_dtype, **arguments)
     if validate:
         problem.validate()
-    schedule = plan(problem, limits, kernel=kernel, tiles=tiles)
+    schedule = plan(problem, limits, kernel=kernel, tiles=tiles, deterministic=deterministic)
     if stream is None:
         stream = cupy.cuda.get_current_stream()
     # CuPy's pool hands memory back in the order of the current stream: workspaces must come from the launch's own.

@@ -48,6 +48,7 @@ def mla_verify(
     max_kv_len: int | None = None,
     kernel: str | None = None,
     tiles: Any = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = True,
 ) -> tuple[Array, Array]:
@@ -99,7 +100,7 @@ def mla_verify(
         Dtype of a new `out`; float64 by default.
     max_q_len, max_kv_len : int, optional
         Upper bounds of the lengths; a request beyond them is refused.
-    kernel, tiles, budget, validate
+    kernel, tiles, deterministic, budget, validate
         Accepted so that the arguments of one call fit; they choose how the library computes, and
         the oracle has one way. It always validates.
 

@@ -43,10 +43,20 @@ struct TileRange {
   int begin, end;  // KV tiles
 };
 
+static_assert(DETERMINISTIC % TILE == 0, "chunks are whole tiles");
+constexpr int CHUNK_TILES = DETERMINISTIC ? DETERMINISTIC / TILE : 1;
+
+// DETERMINISTIC: chunks in which some row of the block sees a token.
+DEVICE int count_chunks(const VerifyParams& p, const Request& r, const RowTile& rows) {
+  return (visible_end(p, r, rows.q_last) + CHUNK_TILES * TILE - 1) / (CHUNK_TILES * TILE);
+}
+
 // Split `split` of the tiles in which some row of the block sees a token: equal runs, the last ones may be empty.
+// DETERMINISTIC: runs of whole chunks, one for each block that the grid has.
 DEVICE TileRange split_tiles(const VerifyParams& p, const Request& r, const RowTile& rows, int split) {
   const int all = (visible_end(p, r, rows.q_last) + TILE - 1) / TILE;
-  const int per_split = (all + p.num_splits - 1) / p.num_splits;
+  const int per_split = DETERMINISTIC ? (count_chunks(p, r, rows) + grid_dim_y() - 1) / grid_dim_y() * CHUNK_TILES
+                                      : (all + p.num_splits - 1) / p.num_splits;
   const int begin = min_int(split * per_split, all);
   return {begin, min_int(begin + per_split, all)};
 }
@@ -133,13 +143,26 @@ DEVICE float sum_over_row(float v) {
 // What to subtract: a row that has seen nothing has scores of -inf, whose weights must be 0 and not 2^NaN.
 DEVICE float finite_base(float base) { return base == neg_inf() ? 0.0f : base; }
 
+// DETERMINISTIC: the base of a row whose maximum is `maximum` now. 16 rows share a warp, and the bits of a weight
+// depend on its base (the argument of ex2 is rounded, and of float16 weights the subnormal ones are), so it moves only
+// where the row itself asks for it. It moves to an integer, so that the factor below is a power of two and rounds
+// nothing.
+//
+// By induction over the tiles of a chunk, base, sum and o of a row are then functions of its own scores and values: a
+// token that it does not see asks for no move and has weight 0, and 0 * v is added to a sum exactly. (v is finite, or
+// no row of the tile sees it and 0 is there instead. Tensor cores cut the terms of a sum at a place that the largest
+// one decides, and a product of 0 does not count, whatever the exponent of v: arXiv:2511.10909.)
+DEVICE float own_base(float base, float maximum) { return maximum > base + RESCALE_ABOVE ? ceil_f32(maximum) : base; }
+
 // Moves both bases up to the maxima and scales what was accumulated by 2^(old base - new base).
 template <int N>
 DEVICE void rescale(Softmax& softmax, float (&o)[N][4], const float (&maxima)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const float base = max_f32(softmax.base[h], max_over_row(maxima[h]));
-    const float factor = ex2(softmax.base[h] - finite_base(base));
+    const float maximum = max_over_row(maxima[h]);
+    const float base = DETERMINISTIC ? own_base(softmax.base[h], maximum) : max_f32(softmax.base[h], maximum);
+    const float change = softmax.base[h] - finite_base(base);
+    const float factor = DETERMINISTIC ? exact_ex2(change) : ex2(change);
     softmax.base[h] = base;
     softmax.sum[h] *= factor;
 #pragma unroll
@@ -200,20 +223,19 @@ DEVICE void store_half(u8* ptr, bool exists, int quad_lane, const float (&o)[N][
                             o[i][2 * half + 1] * factor, o[i + 1][2 * half] * factor, o[i + 1][2 * half + 1] * factor);
 }
 
-// Where packed row `row` goes: into out, or into the partial results of this block's split.
+// Where packed row `row` goes: into out, or into the partial results of a split.
 template <int DTYPE>
-DEVICE u8* result_row(const VerifyParams& p, const Request& r, int row) {
+DEVICE u8* result_row(const VerifyParams& p, const Request& r, int row, int split) {
   if (p.num_splits > 1)
-    return element_ptr<DTYPE>(p.partial_out,
-                              ((block_idx_y() * (i64)p.num_tokens + r.q_begin) * p.num_heads + row) * DL);
+    return element_ptr<DTYPE>(p.partial_out, ((split * (i64)p.num_tokens + r.q_begin) * p.num_heads + row) * DL);
   return element_ptr<DTYPE>(p.out,
                             (r.q_begin + row / p.num_heads) * p.out_stride_t + row % p.num_heads * p.out_stride_h);
 }
 
 // `lse` is base 2.
-DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, float lse) {
+DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, int split, float lse) {
   if (p.num_splits > 1)
-    st_global_f32(p.partial_lse + (block_idx_y() * (i64)p.num_tokens + r.q_begin) * p.num_heads + row, lse);
+    st_global_f32(p.partial_lse + (split * (i64)p.num_tokens + r.q_begin) * p.num_heads + row, lse);
   else
     st_global_f32(p.lse + (r.q_begin + row / p.num_heads) * p.lse_stride_t + row % p.num_heads * p.lse_stride_h,
                   lse * LN_2);
@@ -221,7 +243,7 @@ DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, float ls
 
 // A warp's 16 rows from `first` on (those below `end`), 8 N columns from `column` on; that of column 0 writes the lse.
 template <int N>
-DEVICE void store_results(const VerifyParams& p, const Request& r, int first, int end, int column,
+DEVICE void store_results(const VerifyParams& p, const Request& r, int first, int end, int column, int split,
                           const Softmax& softmax, const float (&o)[N][4]) {
   const int lane = lane_idx(), quad_lane = lane % 4;
 #pragma unroll
@@ -232,18 +254,19 @@ DEVICE void store_results(const VerifyParams& p, const Request& r, int first, in
     const bool exists = row < end, empty = sum == 0.0f;
     const float factor = empty ? 0.0f : 1.0f / sum;
     if (OUT_DTYPE == PARTIAL_DTYPE || p.num_splits == 1)
-      store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, row) + column * element_bytes<OUT_DTYPE>(), exists, quad_lane,
-                            o, h, factor);
+      store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, row, split) + column * element_bytes<OUT_DTYPE>(), exists,
+                            quad_lane, o, h, factor);
     else
-      store_half<PARTIAL_DTYPE>(result_row<PARTIAL_DTYPE>(p, r, row) + column * element_bytes<PARTIAL_DTYPE>(), exists,
-                                quad_lane, o, h, factor);
-    if (exists && column == 0 && quad_lane == 0) store_lse(p, r, row, empty ? neg_inf() : softmax.base[h] + lg2(sum));
+      store_half<PARTIAL_DTYPE>(result_row<PARTIAL_DTYPE>(p, r, row, split) + column * element_bytes<PARTIAL_DTYPE>(),
+                                exists, quad_lane, o, h, factor);
+    if (exists && column == 0 && quad_lane == 0)
+      store_lse(p, r, row, split, empty ? neg_inf() : softmax.base[h] + lg2(sum));
   }
 }
 
 template <int DTYPE>
 DEVICE void store_zeros(const VerifyParams& p, const Request& r, int row, int quad) {
-  u8* ptr = result_row<DTYPE>(p, r, row) + quad * 4 * element_bytes<DTYPE>();
+  u8* ptr = result_row<DTYPE>(p, r, row, block_idx_y()) + quad * 4 * element_bytes<DTYPE>();
   if constexpr (DTYPE == FLOAT32)
     st_global_f32x4(ptr, {0.0f, 0.0f, 0.0f, 0.0f});
   else
@@ -255,13 +278,21 @@ DEVICE void store_zeros(const VerifyParams& p, const Request& r, int row, int qu
 template <int THREADS>
 DEVICE void store_empty(const VerifyParams& p, const Request& r, int first, int end) {
   constexpr int QUADS = DL / 4;
-  for (int row = first + thread_idx(); row < end; row += THREADS) store_lse(p, r, row, neg_inf());
+  for (int row = first + thread_idx(); row < end; row += THREADS) store_lse(p, r, row, block_idx_y(), neg_inf());
   for (int i = thread_idx(); i < (end - first) * QUADS; i += THREADS) {
     if (OUT_DTYPE == PARTIAL_DTYPE || p.num_splits == 1)
       store_zeros<OUT_DTYPE>(p, r, first + i / QUADS, i % QUADS);
     else
       store_zeros<PARTIAL_DTYPE>(p, r, first + i / QUADS, i % QUADS);
   }
+}
+
+// DETERMINISTIC: rows [first, end) see nothing in chunks `chunk` and later, which the grid's blocks share. An lse of
+// -inf says so, and combine loads nothing else of such a chunk.
+template <int THREADS>
+DEVICE void store_absent(const VerifyParams& p, const Request& r, int first, int end, int chunk) {
+  for (int c = chunk + block_idx_y(); c < p.num_splits; c += grid_dim_y())
+    for (int row = first + thread_idx(); row < end; row += THREADS) store_lse(p, r, row, c, neg_inf());
 }
 
 // Query tokens behind the last request belong to nobody and come out empty. The last request's blocks share them.
@@ -273,5 +304,9 @@ DEVICE void store_padding(const VerifyParams& p, Request r) {
   if (rows == 0) return;  // as nearly always, at no more cost
   const int share = (rows + grid_dim_x() - 1) / grid_dim_x();
   const int first = min_int(block_idx_x() * share, rows);
-  store_empty<THREADS>(p, r, first, min_int(first + share, rows));
+  const int end = min_int(first + share, rows);
+  if constexpr (DETERMINISTIC)
+    store_absent<THREADS>(p, r, first, end, 0);
+  else
+    store_empty<THREADS>(p, r, first, end);
 }

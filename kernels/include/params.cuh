@@ -72,6 +72,14 @@ constexpr int KV_DTYPE = MLAFLASH_KV_DTYPE;
 constexpr int OUT_DTYPE = MLAFLASH_OUT_DTYPE;
 constexpr int PARTIAL_DTYPE = MLAFLASH_PARTIAL_DTYPE;
 
+// Tokens of a chunk, where a row's bits may depend on its own tokens alone (mlaflash/schedule.py says how); else 0.
+// Chunks begin at multiples of it, and split `i` is chunk i whatever block computes it.
+#ifdef MLAFLASH_DETERMINISTIC
+constexpr int DETERMINISTIC = MLAFLASH_DETERMINISTIC;
+#else
+constexpr int DETERMINISTIC = 0;
+#endif
+
 // tile: heads and KV tokens of a tile, powers of two.
 #ifdef MLAFLASH_HT
 constexpr int HT = MLAFLASH_HT;

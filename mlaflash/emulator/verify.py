@@ -42,6 +42,7 @@ def mla_verify(
     max_kv_len: int | None = None,
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = True,
     seed: int = 0,
@@ -95,7 +96,9 @@ def mla_verify(
     )
     if validate:
         problem.validate()
-    schedule = plan(problem, Device.for_arch(budget or DEFAULT_ARCH), kernel=kernel, tiles=tiles)
+    schedule = plan(
+        problem, Device.for_arch(budget or DEFAULT_ARCH), kernel=kernel, tiles=tiles, deterministic=deterministic
+    )
     # NaN: what a kernel forgets to write cannot pass for a result.
     if out is None:
         out = np.full(problem.out_shape, np.nan, numpy_dtype(problem.out_dtype))
