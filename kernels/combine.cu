@@ -1,7 +1,7 @@
 // combine: merges the splits' partial results into out and lse.
 //
 //   w[s] = 2^(partial_lse[s] - max), out = sum_s w[s] * partial_out[s] / sum_s w[s],
-//   lse = ln 2 * (max + log2 sum_s w[s])
+//   lse = ln 2 * (max + log2 sum_s w[s]), or without the factor where it is asked for in base 2
 //
 // SPLIT_WARPS warps share the splits of one item: 128 columns of one (token, head) row, of which a lane owns 4. A block
 // is at least 4 warps: with fewer SPLIT_WARPS it has several items of the same row.
@@ -172,7 +172,7 @@ DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, Weights wei
                         {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
   if (t.column == 0)
     st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
-                  weights.sum == 0.f ? neg_inf() : (weights.max + lg2(weights.sum)) * LN_2);
+                  weights.sum == 0.f ? neg_inf() : lse_out(p, weights.max + lg2(weights.sum)));
 }
 
 KERNEL(mlaflash_combine, THREADS, 1) {

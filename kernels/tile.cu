@@ -276,7 +276,7 @@ DEVICE void store_heads(const VerifyParams& p, int token, int head_begin, const 
         store_element<OUT_DTYPE>(
             element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + column + j),
             acc[h][j] * inv_sum);
-      if (column == 0) st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h, lse * LN_2);
+      if (column == 0) st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h, lse_out(p, lse));
     } else {
       const i64 row = block_idx_y() * num_rows + (i64)token * p.num_heads + head;
 #pragma unroll

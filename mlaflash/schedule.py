@@ -446,6 +446,7 @@ def build_params(
         "vectorized": problem.is_aligned,
         "sm_scale": problem.sm_scale,
         "logit_cap": problem.logit_cap,
+        "lse_base_2": problem.lse_base == "2",
     }
     for name, view in (
         ("qo_indptr", problem.qo_indptr),

@@ -238,7 +238,7 @@ DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, int spli
     st_global_f32(p.partial_lse + (split * (i64)p.num_tokens + r.q_begin) * p.num_heads + row, lse);
   else
     st_global_f32(p.lse + (r.q_begin + row / p.num_heads) * p.lse_stride_t + row % p.num_heads * p.lse_stride_h,
-                  lse * LN_2);
+                  lse_out(p, lse));
 }
 
 // A warp's 16 rows from `first` on (those below `end`), 8 N columns from `column` on; that of column 0 writes the lse.

@@ -30,7 +30,7 @@ struct VerifyParams {
   const u32* mask_words;  // [T, mask_words_per_row]; bit j of row i: draft token i sees draft token j
   const i32* tail_lens;   // [B] tokens that the mask columns describe; null: q_len
   void* out;              // [T, H, 512] in OUT_DTYPE
-  float* lse;             // [T, H], natural logarithm
+  float* lse;             // [T, H], natural logarithm, or base 2
   void* partial_out;      // [num_splits, T * H, 512] in PARTIAL_DTYPE, each split normalised by its own sum
   float* partial_lse;     // [num_splits, T * H], base 2; -inf where a split saw nothing
   float* scores;          // naive only: [T, H, scores_stride]
@@ -62,6 +62,7 @@ struct VerifyParams {
   i32 vectorized;   // 1: every q and KV row starts on 16 bytes, so 128-bit loads are legal
   float sm_scale;
   float logit_cap;  // 0: no soft-cap
+  i32 lse_base_2;   // 1: lse is a logarithm in base 2
 };
 
 #ifndef MLAFLASH_Q_DTYPE

@@ -38,6 +38,7 @@ def mla_verify(
     out: Any = None,
     lse: Any = None,
     out_dtype: Any = None,
+    lse_base: str = "e",
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
     kernel: str | None = None,
@@ -91,6 +92,7 @@ def mla_verify(
         new_kv=new_kv,
         logit_cap=logit_cap,
         out_dtype=getattr(out, "dtype", None) if out_dtype is None else out_dtype,
+        lse_base=lse_base,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
     )
