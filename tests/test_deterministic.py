@@ -7,82 +7,34 @@ from typing import Any
 
 import numpy as np
 import pytest
-from verify_cases import CASES, SCALE
+from deterministic_cases import (
+    BASE,
+    BATCH,
+    DTYPES,
+    assert_same_bits,
+    decode,
+    large_values,
+    request,
+    roomy,
+    wide_scores,
+)
+from verify_cases import CASES
 
 from mlaflash import combine, oracle, schedule
 from mlaflash.emulator import mla_verify, run_kernel
 from mlaflash.errors import InvalidArgumentError, UnsupportedError
 from mlaflash.jit import compile_kernel, sources
 from mlaflash.lab.compare import compare, tolerance
-from mlaflash.lab.inputs import GARBAGE_ID, Case, build
+from mlaflash.lab.inputs import Case, build
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import NARROW, NARROW_PAIR, feature_defines
 from mlaflash.params import new_params, numpy_dtype
 from mlaflash.schedule import CHUNK_TOKENS
 from mlaflash.tiles import TileConfig, dtype_defines
 
-DTYPES = ["bfloat16", "float16", "float32"]
-KV_LEN = 2 * CHUNK_TOKENS + 5
-BASE = Case(name="deterministic", q_lens=(8,), kv_lens=(KV_LEN,), heads=8, sm_scale=SCALE, page_size=16)
-BATCH = replace(
-    BASE,
-    name="batch",
-    q_lens=(1, 8, 0, 3, 2, 1, 5, 2),
-    kv_lens=(1, CHUNK_TOKENS + 4, 0, CHUNK_TOKENS, 300, 2 * CHUNK_TOKENS + 1, 16, 90),
-)
-
 
 def verify(arguments: dict[str, Any], **extra: Any) -> tuple[np.ndarray, np.ndarray]:
     return mla_verify(**arguments, **extra, deterministic=True)
-
-
-def assert_same_bits(left: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.ndarray]) -> None:
-    for a, b in zip(left, right, strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(*(np.ascontiguousarray(x).view(f"u{x.itemsize}") for x in (a, b)))
-
-
-def request(arguments: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return request `index` of a batch as a call of its own."""
-    q_begin, q_end = arguments["qo_indptr"][index : index + 2]
-    begin, end = arguments["kv_indptr"][index : index + 2]
-    return arguments | {
-        "q": arguments["q"][q_begin:q_end],
-        "kv_lens": arguments["kv_lens"][index : index + 1],
-        "qo_indptr": np.array([0, q_end - q_begin], np.int32),
-        "kv_indptr": np.array([0, end - begin], np.int32),
-        "kv_indices": arguments["kv_indices"][begin:end],
-    }
-
-
-def decode(arguments: dict[str, Any], token: int) -> dict[str, Any]:
-    """Return query token `token` of a causal call of one request as a decode call over the tokens that it sees."""
-    q_len = len(arguments["q"])
-    return arguments | {
-        "q": arguments["q"][token : token + 1],
-        "kv_lens": arguments["kv_lens"] - (q_len - 1 - token),
-        "qo_indptr": np.array([0, 1], np.int32),
-    }
-
-
-def roomy(arguments: dict[str, Any], chunks: int) -> dict[str, Any]:
-    """Return the call with a page table that could hold so many chunks for one request."""
-    spare = np.full(chunks * CHUNK_TOKENS // arguments["page_size"], GARBAGE_ID, np.int32)
-    return arguments | {"kv_indices": np.concatenate([arguments["kv_indices"], spare])}
-
-
-def wide_scores(dtype: str) -> dict[str, Any]:
-    """Build scores that span 60 powers of two and grow along the tokens, faster for some rows than for others."""
-    arguments = build(replace(BASE, dtype=dtype), 3)
-    rng = np.random.default_rng(3)
-    tokens = arguments["kv_cache"].reshape(-1, 576)
-    slots = (arguments["kv_indices"][:-1, None] * 16 + np.arange(16)).reshape(-1)[:KV_LEN]
-    # The first rope column alone makes the scores: from -1 to 1 with noise, times up to 30 powers of two.
-    tokens[slots, 512:] = 0
-    tokens[slots, 512] = np.linspace(-1, 1, KV_LEN) + 0.1 * rng.standard_normal(KV_LEN)
-    q = np.zeros((8, 8, 576), np.float32)
-    q[..., 512] = np.linspace(0.5, 30, 64).reshape(8, 8)[:, rng.permutation(8)] * np.log(2) / SCALE
-    return arguments | {"q": q.astype(arguments["q"].dtype)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -213,17 +165,11 @@ def test_scores_far_apart(dtype: str) -> None:
         assert_same_bits(verify(few | {"q": few["q"][:, 3:5]}), (out[row, 3:5], lse[row, 3:5]))
 
 
-@pytest.mark.parametrize(("dtype", "large", "small"), [("float16", 6e4, 1e-4), ("bfloat16", 1e30, 1e-12)])
-def test_large_values_that_other_rows_see(dtype: str, large: float, small: float) -> None:
-    """Their weight is 0, and a sum of small values beside that product must lose nothing."""
-    arguments = build(replace(BASE, dtype=dtype, kv_lens=(40,)), 9)
-    cache = arguments["kv_cache"].reshape(-1, 576)
-    slots = (arguments["kv_indices"][:-1, None] * 16 + np.arange(16)).reshape(-1)[:40]
-    cache[slots[:33], :512] *= np.array(small, cache.dtype)
-    cache[slots[33:], :512] = large
-    arguments["q"][..., :512] = 0
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_large_values_that_other_rows_see(dtype: str) -> None:
+    arguments, small = large_values(dtype)
     out, lse = verify(arguments, out_dtype="float32")
-    assert np.abs(out[0]).max() < 10 * small < large / 100 < out[7].max()
+    assert np.abs(out[0]).max() < 10 * small < 0.1 < out[7].max()
     assert_same_bits(verify(decode(arguments, 0), out_dtype="float32"), (out[:1], lse[:1]))
 
 
