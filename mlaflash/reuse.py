@@ -103,9 +103,8 @@ class Reusable:
         launches : tuple
         """
         rope_offset = DL * numpy_dtype(dtype).itemsize
-        return cls(
-            ordinal, out_shape, out_dtype, rope_offset, workspaces, params, memoryview(params.view(np.uint64).data), launches
-        )
+        words = memoryview(params.view(np.uint64).data)
+        return cls(ordinal, out_shape, out_dtype, rope_offset, workspaces, params, words, launches)
 
     def point(self, addresses: Mapping[str, Any], pointers: Mapping[str, int]) -> None:
         """Set the addresses of the next launch.
