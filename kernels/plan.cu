@@ -167,7 +167,7 @@ DEVICE Cut equal_cut(const VerifyParams& p, const Scratch& s, int spans, int blo
   if (span == spans) return {spans, 0};
   const int tiles = tiles_of(p, s, span);
   const int tile = (int)(at - ld_global_u64(s.begins + span)) - p.work_start_tiles;
-  const int least = p.work_start_tiles / 4;  // more would leave others longer than a start that it saves
+  const int least = max_int(p.work_start_tiles / 4, 1);  // more would leave others longer than a start that it saves
   if (tile < least) return {span, 0};
   return tiles - tile < least ? Cut{span + 1, 0} : Cut{span, tile};
 }
