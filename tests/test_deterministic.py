@@ -258,7 +258,7 @@ OWN_BASE = "return maximum > base + RESCALE_ABOVE ? ceil_f32(maximum) : base;"
     [
         ("include/mma.cuh", OWN_BASE, "return max_f32(base, maximum);"),
         ("include/mma.cuh", OWN_BASE, "return max_f32(base, ceil_f32(maximum));"),
-        ("include/mma.cuh", "/ grid_dim_y() * CHUNK_TILES", "* CHUNK_TILES / grid_dim_y()"),
+        ("include/work.cuh", "/ grid_dim_y() * CHUNK_TILES", "* CHUNK_TILES / grid_dim_y()"),
         ("mma_narrow.cu", "(tile + 1) % CHUNK_TILES != 0", "true"),
         ("combine.cu", "sums[i % CLASSES]", "sums[0]"),
     ],
