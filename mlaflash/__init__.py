@@ -24,7 +24,7 @@ from mlaflash.errors import (
 from mlaflash.settings import configure_logging
 
 if TYPE_CHECKING:
-    from mlaflash import emulator, oracle
+    from mlaflash import emulator, kv, oracle, spec
     from mlaflash.attention import mla_verify
     from mlaflash.device import Device
     from mlaflash.mask_pack import pack_mask
@@ -57,10 +57,12 @@ __all__ = [
     "VerifyPlan",
     "__version__",
     "emulator",
+    "kv",
     "merge_states",
     "mla_verify",
     "oracle",
     "pack_mask",
+    "spec",
     "yarn_sm_scale",
 ]
 
@@ -75,7 +77,7 @@ _MODULE_OF = {
     "pack_mask": "mask_pack",
     "yarn_sm_scale": "scale",
 }
-_SUBMODULES = frozenset({"emulator", "oracle"})
+_SUBMODULES = frozenset({"emulator", "kv", "oracle", "spec"})
 
 configure_logging()
 

@@ -15,6 +15,7 @@ from mlaflash.device import Device
 from mlaflash.errors import CompileError, UnsupportedError
 from mlaflash.interop import numpy_view
 from mlaflash.jit import CompiledKernel, compile_cached
+from mlaflash.kv import compact, move
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.space import SPACES, merge_splits
 from mlaflash.lab.target import compiler_threads, no_progress
@@ -24,7 +25,7 @@ from mlaflash.problem import Problem
 from mlaflash.schedule import KERNELS, MMA_KERNELS, plan
 from mlaflash.tiles import KernelConfig
 
-COMPILED: Final = (*KERNELS, "combine", "mask")
+COMPILED: Final = (*KERNELS, "combine", "mask", "compact", "move")
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
 _FEATURES: Final = frozenset(name.lower() for name in feature_defines(0, False, False))
@@ -212,20 +213,21 @@ def variants(
                 is_shipped,
             )
             found.setdefault((launch.kernel, frozenset(launch.defines.items())), variant)
-    if "mask" in kernels:
-        for source_format in mask_pack.FORMAT_CODES:
-            defines = mask_pack.defines(source_format)
-            variant = Variant(
-                "mask",
-                arch,
-                form("mask", defines),
-                defines,
-                mask_pack.shared_bytes(source_format),
-                device.shared_per_block,
-            )
-            found.setdefault(("mask", frozenset(defines.items())), variant)
+    for kernel, constants, shared_bytes in _without_a_problem():
+        if kernel in kernels:
+            variant = Variant(kernel, arch, form(kernel, constants), constants, shared_bytes, device.shared_per_block)
+            found.setdefault((kernel, frozenset(constants.items())), variant)
     order = {kernel: place for place, kernel in enumerate(COMPILED)}
     return sorted(found.values(), key=lambda variant: order.get(variant.kernel, -1)), list(refused)
+
+
+def _without_a_problem() -> Iterator[tuple[str, dict[str, int], int]]:
+    """Name the forms of the kernels that no problem plans: kernel, constants, most shared memory of a block."""
+    for source_format in mask_pack.FORMAT_CODES:
+        yield "mask", mask_pack.defines(source_format), mask_pack.shared_bytes(source_format)
+    yield "compact", {}, compact.SHARED_BYTES
+    for word, staging in itertools.product(move.WORDS, move.STAGINGS):
+        yield "move", move.defines(word, staging), move.MOST_STAGE_BYTES if staging == "shared" else 0
 
 
 def compile_all(
