@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mlaflash.checks import finite, integer
+from mlaflash.checks import choice, finite, integer
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
 from mlaflash.masks import TreeMask
@@ -117,6 +117,7 @@ class Problem:
     sm_scale: float
     logit_cap: float
     out_dtype: str
+    lse_base: str
 
     @property
     def dtype(self) -> str:
@@ -172,6 +173,7 @@ class Problem:
         new_kv: Any = None,
         logit_cap: float = 0.0,
         out_dtype: Any = None,
+        lse_base: Any = "e",
         max_q_len: int | None = None,
         max_kv_len: int | None = None,
     ) -> Problem:
@@ -273,6 +275,7 @@ class Problem:
             sm_scale=finite("sm_scale", sm_scale),
             logit_cap=soft_cap(logit_cap),
             out_dtype=_out_dtype(out_dtype, q_rows.dtype),
+            lse_base=choice("lse_base", lse_base, ("e", "2")),
         )
 
     def validate(self) -> None:

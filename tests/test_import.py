@@ -77,6 +77,8 @@ LAYERS = [
     {"reuse"},
     {"attention"},
     {"plan", "plan_gpu"},
+    {"shape"},
+    {"floors", "warm"},
     {"emulator"},
     {"integrations", "lab"},
     {"commands"},

@@ -618,9 +618,9 @@ def test_constants_agree_with_the_kernels(kernel: str, constants: dict[str, int]
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
 def test_every_form_compiles_without_spills(arch: str) -> None:
-    forms = [("compact", {}, compact.SHARED_BYTES)]
-    forms += [("move", defines(word, staging), MOST_STAGE_BYTES) for word in WORDS for staging in STAGINGS]
-    for kernel, constants, shared_bytes in forms:
-        compiled = compile_kernel(kernel, constants, arch)
+    launches = (*compact.every_launch(), *move.every_launch())
+    assert len(launches) == 1 + len(WORDS) * len(STAGINGS)
+    for launch in launches:
+        compiled = compile_kernel(launch.kernel, launch.defines, arch)
         assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0), compiled.log
-        assert compiled.static_shared_bytes + shared_bytes <= Device.for_arch(arch).shared_per_block
+        assert compiled.static_shared_bytes + launch.shared_bytes <= Device.for_arch(arch).shared_per_block

@@ -236,8 +236,6 @@ def test_a_cold_call_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_loaded_kernels_use_no_local_memory() -> None:
     device = Device.current()
-    assert jit.load("compact", {}, device, compact.SHARED_BYTES).attributes()["local_bytes"] == 0
-    for word in move.WORDS:
-        for staging in move.STAGINGS:
-            kernel = jit.load("move", move.defines(word, staging), device, move.MOST_STAGE_BYTES)
-            assert kernel.attributes()["local_bytes"] == 0
+    for launch in (*compact.every_launch(), *move.every_launch()):
+        kernel = jit.load(launch.kernel, launch.defines, device, launch.shared_bytes)
+        assert kernel.attributes()["local_bytes"] == 0

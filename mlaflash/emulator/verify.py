@@ -37,10 +37,12 @@ def mla_verify(
     out: Any = None,
     lse: Any = None,
     out_dtype: Any = None,
+    lse_base: str = "e",
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = True,
     seed: int = 0,
@@ -89,12 +91,15 @@ def mla_verify(
         new_kv=new_kv,
         logit_cap=logit_cap,
         out_dtype=getattr(out, "dtype", None) if out_dtype is None else out_dtype,
+        lse_base=lse_base,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
     )
     if validate:
         problem.validate()
-    schedule = plan(problem, Device.for_arch(budget or DEFAULT_ARCH), kernel=kernel, tiles=tiles)
+    schedule = plan(
+        problem, Device.for_arch(budget or DEFAULT_ARCH), kernel=kernel, tiles=tiles, deterministic=deterministic
+    )
     # NaN: what a kernel forgets to write cannot pass for a result.
     if out is None:
         out = np.full(problem.out_shape, np.nan, numpy_dtype(problem.out_dtype))

@@ -71,6 +71,11 @@ class Compaction:
         self.params["src"], self.params["dst"], self.params["n"] = src, dst, n
 
 
+def every_launch() -> tuple[Launch, ...]:
+    """Return a launch of each form that the kernel is compiled in."""
+    return (Launch("compact", {}, (1, 1, 1), BLOCK, SHARED_BYTES),)
+
+
 def build(view: View, out_slots: Any, accept_index: Any, accept_lens: Any, qo_indptr: Any) -> Compaction:
     """Check the arrays, but for their values, and make the launch.
 
@@ -124,7 +129,7 @@ def build(view: View, out_slots: Any, accept_index: Any, accept_lens: Any, qo_in
         params[field] = value
     for name, array in arrays.items():
         params[name] = array.ptr
-    launch = Launch("compact", {}, (1, 1, 1), BLOCK, SHARED_BYTES)
+    (launch,) = every_launch()
     return Compaction(launch, params, arrays, batch * width, width, slots.dtype)
 
 

@@ -222,6 +222,16 @@ def defines(word: int, staging: str) -> dict[str, int]:
     return {"WORD": word, "STAGING": STAGINGS[staging]}
 
 
+def every_launch() -> tuple[Launch, ...]:
+    """Return a launch of each form that the kernel is compiled in, on one block with all that it may stage."""
+    room = {"shared": MOST_STAGE_BYTES, "scratch": 0}
+    return tuple(
+        Launch("move", defines(word, staging), (1, 1, 1), BLOCK, shared_bytes)
+        for word in WORDS
+        for staging, shared_bytes in room.items()
+    )
+
+
 def build(
     view: View,
     pool: Pool,
