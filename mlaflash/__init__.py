@@ -24,7 +24,7 @@ from mlaflash.errors import (
 from mlaflash.settings import configure_logging
 
 if TYPE_CHECKING:
-    from mlaflash import emulator, oracle
+    from mlaflash import emulator, kv, oracle, spec
     from mlaflash.attention import mla_verify
     from mlaflash.device import Device
     from mlaflash.floors import roofline
@@ -61,11 +61,13 @@ __all__ = [
     "VerifyShape",
     "__version__",
     "emulator",
+    "kv",
     "merge_states",
     "mla_verify",
     "oracle",
     "pack_mask",
     "roofline",
+    "spec",
     "warmup",
     "yarn_sm_scale",
 ]
@@ -84,7 +86,7 @@ _MODULE_OF = {
     "warmup": "warm",
     "yarn_sm_scale": "scale",
 }
-_SUBMODULES = frozenset({"emulator", "oracle"})
+_SUBMODULES = frozenset({"emulator", "kv", "oracle", "spec"})
 
 configure_logging()
 

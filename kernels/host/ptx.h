@@ -50,6 +50,7 @@ DEVICE float ld_global_cg_f32(const void* ptr, SITE) { return emulator::load_glo
 DEVICE u32x2 ld_global_cg_u32x2(const void* ptr, SITE) { return emulator::load_global_coherent<u32x2>(ptr, site); }
 DEVICE u32x4 ld_global_cg_u32x4(const void* ptr, SITE) { return emulator::load_global_coherent<u32x4>(ptr, site); }
 DEVICE f32x4 ld_global_cg_f32x4(const void* ptr, SITE) { return emulator::load_global_coherent<f32x4>(ptr, site); }
+DEVICE void st_global_u8(void* ptr, u8 v, SITE) { emulator::store_global(ptr, v, site); }
 DEVICE void st_global_u16(void* ptr, u16 v, SITE) { emulator::store_global(ptr, v, site); }
 DEVICE void st_global_u32(void* ptr, u32 v, SITE) { emulator::store_global(ptr, v, site); }
 DEVICE void st_global_u64(void* ptr, u64 v, SITE) { emulator::store_global(ptr, v, site); }

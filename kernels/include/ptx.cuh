@@ -89,6 +89,7 @@ DEVICE f32x4 ld_global_cg_f32x4(const void* ptr) {
                : "memory");
   return v;
 }
+DEVICE void st_global_u8(void* ptr, u8 v) { *(u8*)ptr = v; }
 DEVICE void st_global_u16(void* ptr, u16 v) { *(u16*)ptr = v; }
 DEVICE void st_global_u32(void* ptr, u32 v) { *(u32*)ptr = v; }
 DEVICE void st_global_u64(void* ptr, u64 v) { *(u64*)ptr = v; }

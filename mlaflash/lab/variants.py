@@ -15,6 +15,7 @@ from mlaflash.device import Device
 from mlaflash.errors import CompileError, UnsupportedError
 from mlaflash.interop import numpy_view
 from mlaflash.jit import CompiledKernel, compile_cached, compiler_threads
+from mlaflash.kv import compact, move
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.space import SPACES
 from mlaflash.lab.target import Built, built_key, no_progress
@@ -24,7 +25,7 @@ from mlaflash.problem import Problem
 from mlaflash.schedule import CHUNK_TOKENS, KERNELS, MMA_KERNELS, Launch, deterministic_config, plan
 from mlaflash.tiles import KernelConfig
 
-COMPILED: Final = (*KERNELS, "combine", "mask")
+COMPILED: Final = (*KERNELS, "combine", "mask", "compact", "move")
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
 _FEATURES: Final = frozenset(name.lower() for name in feature_defines(0, False, False))
@@ -205,8 +206,9 @@ def variants(
             if (launch.kernel if launch.kernel in COMPILED else call.kernel) not in kernels:
                 continue
             found.setdefault(built_key(launch), variant(launch, device, is_shipped=call.is_shipped))
-    if "mask" in kernels:
-        found |= {built_key(launch): variant(launch, device) for launch in mask_pack.every_launch()}
+    for launch in (*mask_pack.every_launch(), *compact.every_launch(), *move.every_launch()):
+        if launch.kernel in kernels:
+            found[built_key(launch)] = variant(launch, device)
     order = {kernel: place for place, kernel in enumerate(COMPILED)}
     return sorted(found.values(), key=lambda variant: order.get(variant.kernel, -1)), list(refused)
 

@@ -76,6 +76,12 @@ DEVICE void global_copies(const VerifyParams& p) {
       st_global_u16(bytes_of(p.out, 2 * t),
                     (u16)(ld_global_u8(bytes_of(p.a, 2 * t)) | ld_global_u8(bytes_of(p.a, 2 * t + 1)) << 8));
       break;
+    case 16:
+      st_global_u8(bytes_of(p.out, t), ld_global_u8(bytes_of(p.a, t)));
+      break;
+    case 17:
+      st_global_u64(bytes_of(p.out, 8 * t), ld_global_u64(bytes_of(p.a, 8 * t)));
+      break;
   }
 }
 
