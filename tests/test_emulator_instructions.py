@@ -23,7 +23,7 @@ PARAMS = np.dtype(
 OPS = [
     *("indices", "global_copies", "shared_copies", "ldmatrix", "matrix_transpose", "mma", "conversions"),
     *("arithmetic", "async_groups", "async_fill", "async_ring", "bulk_ring", "named_barriers", "shared_atomics"),
-    *("global_atomics", "shuffles", "hints", "async_words"),
+    *("global_atomics", "shuffles", "hints", "async_words", "rings_in_turn"),
 ]
 SEEDS = range(4)
 
@@ -343,7 +343,7 @@ def test_cp_async_zero_fill(run: Run, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("tiles", [0, 1, 2, 7])
-@pytest.mark.parametrize("op", ["async_ring", "bulk_ring"])
+@pytest.mark.parametrize("op", ["async_ring", "bulk_ring", "rings_in_turn"])
 def test_rings_of_asynchronous_copies(run: Run, rng: np.random.Generator, op: str, tiles: int) -> None:
     a = words(rng, max(tiles, 1), 64, 4)
     out = run(op, a, np.zeros_like(a), variant=tiles, block=128)

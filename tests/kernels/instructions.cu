@@ -291,6 +291,21 @@ DEVICE void async_ring(const VerifyParams& p) {
   cp_async_wait_all();
 }
 
+// The same ring twice, over memory that holds something else in between.
+DEVICE void rings_in_turn(const VerifyParams& p) {
+  async_ring(p);
+  block_sync();  // orders the waits before the ends of the mbarriers
+  if (thread_idx() == 0) {
+    for (u32 slot = 0; slot < RING_SLOTS; slot++) {
+      mbarrier_inval(shared_base() + RING_FULL + 8 * slot);
+      mbarrier_inval(shared_base() + RING_EMPTY + 8 * slot);
+      st_shared_u32(shared_base() + RING_FULL + 8 * slot, 7);
+    }
+  }
+  block_sync();  // orders the ends of the mbarriers before their second beginning
+  async_ring(p);
+}
+
 // One thread fills the ring, in two copies a tile.
 DEVICE void bulk_ring(const VerifyParams& p) {
 #if defined(MLAFLASH_EMULATOR) || __CUDA_ARCH__ >= 900
@@ -438,5 +453,7 @@ KERNEL(mlaflash_instructions, 256, 1) {
       return hints(p);
     case 17:
       return async_words(p);
+    case 18:
+      return rings_in_turn(p);
   }
 }
