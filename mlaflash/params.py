@@ -47,7 +47,7 @@ PARAMS_DTYPE: Final = np.dtype(
             "vectorized",
         )
     ]
-    + [("sm_scale", np.float32), ("logit_cap", np.float32)],
+    + [("sm_scale", np.float32), ("logit_cap", np.float32), ("topk", np.int32)],
     align=True,
 )
 

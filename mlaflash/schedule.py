@@ -14,7 +14,7 @@ from mlaflash.interop import ArrayView
 from mlaflash.mma_tiles import MAX_TAIL_LEN, NARROW, ROWS_32, ROWS_64, MmaNarrowConfig, MmaWideConfig, feature_defines
 from mlaflash.params import MASK_CODES, new_params, page_divisor
 from mlaflash.problem import Problem
-from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines
+from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines, list_defines
 
 MMA_KERNELS = ("mma_narrow", "mma_wide")
 KERNELS = ("naive", "tile", *MMA_KERNELS)
@@ -181,7 +181,7 @@ def _plan_naive(problem: Problem, config: NaiveConfig) -> Schedule:
         )
     launch = Launch(
         "naive",
-        dtype_defines(problem.dtype, problem.out_dtype, "float32"),
+        dtype_defines(problem.dtype, problem.out_dtype, "float32") | list_defines(problem.is_sparse),
         (problem.rows, 1, 1),
         config.threads,
         config.shared_bytes(problem.dtype),
@@ -196,7 +196,7 @@ def _plan_tile(problem: Problem, config: TileConfig, device: Device) -> Schedule
     types = dtype_defines(problem.dtype, problem.out_dtype, "float32")
     launch = Launch(
         "tile",
-        types | config.defines(),
+        types | config.defines() | list_defines(problem.is_sparse),
         (blocks, splits, 1),
         config.threads,
         config.shared_bytes(problem.dtype),
@@ -211,7 +211,7 @@ def mma_refusal(problem: Problem) -> str | None:
     ----------
     problem : Problem
     """
-    if problem.batch == 0:
+    if problem.batch == 0 and not problem.is_empty:
         return "kv_lens is empty, and every query token padding"
     if problem.dtype == "float32":
         return "q is float32; the tensor cores take bfloat16 and float16"
@@ -237,6 +237,7 @@ def _plan_mma(problem: Problem, config: MmaNarrowConfig | MmaWideConfig, device:
     # Halved traffic between the kernels, for 1.16 times the error of a 16-bit result at 132 splits of 128 k tokens.
     partial_dtype = problem.out_dtype
     features = feature_defines(problem.logit_cap, problem.new_kv is not None, problem.is_split_kv)
+    features |= list_defines(problem.is_sparse)
     launch = Launch(
         config.kernel,
         dtype_defines(problem.dtype, problem.out_dtype, partial_dtype) | config.defines() | features,
@@ -323,7 +324,6 @@ def build_params(
         "q_pe": q.rope_ptr,
         "kv_c": kv.latent_ptr,
         "k_pe": kv.rope_ptr,
-        "kv_lens": problem.kv_lens.ptr,
         "out": out.ptr,
         "lse": lse.ptr,
         "q_nope_stride_t": q.latent.strides[-3],
@@ -351,9 +351,11 @@ def build_params(
         "vectorized": problem.is_aligned,
         "sm_scale": problem.sm_scale,
         "logit_cap": problem.logit_cap,
+        "topk": problem.max_kv_len if problem.is_sparse else 0,
     }
     for name, view in (
         ("qo_indptr", problem.qo_indptr),
+        ("kv_lens", problem.kv_lens),
         ("kv_indptr", problem.kv_indptr),
         ("tail_lens", problem.tail_lens),
     ):

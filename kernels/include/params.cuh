@@ -24,7 +24,7 @@ struct VerifyParams {
   const void* new_kv_c;
   const void* new_k_pe;
   const i32* qo_indptr;   // [B + 1]; null: request b owns tokens [b * max_q_len, (b + 1) * max_q_len)
-  const i32* kv_lens;     // [B]
+  const i32* kv_lens;     // [B]; null, with SPARSE_IDS: topk
   const void* kv_indptr;  // [B + 1], int32 or int64; null: page ids are rows of a block table
   const void* page_ids;   // [sum of pages] or [B, block_table_stride], int32 or int64
   const u32* mask_words;  // [T, mask_words_per_row]; bit j of row i: draft token i sees draft token j
@@ -62,6 +62,7 @@ struct VerifyParams {
   i32 vectorized;   // 1: every q and KV row starts on 16 bytes, so 128-bit loads are legal
   float sm_scale;
   float logit_cap;  // 0: no soft-cap
+  i32 topk;         // SPARSE_IDS: entries of a query token's list
 };
 
 #ifndef MLAFLASH_Q_DTYPE
@@ -116,6 +117,14 @@ constexpr int NEW_KV = MLAFLASH_NEW_KV;
 // elsewhere.
 #ifdef MLAFLASH_SPLIT_KV
 constexpr int SPLIT_KV = MLAFLASH_SPLIT_KV;
+#endif
+
+// All kernels but combine. SPARSE_IDS 1: each query token is a request of its own, and its page ids are the slots that
+// it sees, in any order; a negative one is none. Pages are slots, there is no mask, no qo_indptr, no kv_indptr.
+#ifdef MLAFLASH_SPARSE_IDS
+constexpr int SPARSE_IDS = MLAFLASH_SPARSE_IDS;
+#else
+constexpr int SPARSE_IDS = 0;
 #endif
 
 // mma_narrow: groups of four warps that take turns at the KV tiles, and buffers for the scores that a group's warps
