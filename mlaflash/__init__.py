@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mlaflash.masks import TreeMask
     from mlaflash.merge import merge_states
     from mlaflash.scale import yarn_sm_scale
+    from mlaflash.sparse import mla_sparse
     from mlaflash.tiles import TileConfig
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "emulator",
     "merge_states",
+    "mla_sparse",
     "mla_verify",
     "oracle",
     "yarn_sm_scale",
@@ -63,6 +65,7 @@ _MODULE_OF = {
     "TileConfig": "tiles",
     "TreeMask": "masks",
     "merge_states": "merge",
+    "mla_sparse": "sparse",
     "mla_verify": "attention",
     "yarn_sm_scale": "scale",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,14 +204,17 @@ def prepare(
     budget: str | None = None,
     validate: bool = False,
     stream: Any = None,
+    read: Callable[..., Problem] = Problem.from_arrays,
     **arguments: Any,
 ) -> Call:
-    """Do everything of a verify call but the launches.
+    """Do everything of a verify call, or of a sparse one, but the launches.
 
     Parameters
     ----------
     q, kv_cache, ...
-        As in `mla_verify`.
+        As in `mla_verify`, or in `mla_sparse`.
+    read : callable
+        What makes a problem of the arguments: `Problem.from_lists` for a sparse call.
 
     Returns
     -------
@@ -227,7 +231,7 @@ def prepare(
 
     if out_dtype is None and out is not None:
         out_dtype = getattr(out, "dtype", None)
-    problem = Problem.from_arrays(cupy_view, q, kv_cache, out_dtype=out_dtype, **arguments)
+    problem = read(cupy_view, q, kv_cache, out_dtype=out_dtype, **arguments)
     if validate:
         problem.validate()
     schedule = plan(problem, limits, kernel=kernel, tiles=tiles)

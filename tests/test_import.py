@@ -74,6 +74,7 @@ LAYERS = [
     {"cost"},
     {"jit", "oracle", "schedule"},
     {"attention", "emulator"},
+    {"sparse"},
     {"lab"},
     {"commands"},
     {"__main__"},

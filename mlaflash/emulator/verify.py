@@ -1,4 +1,4 @@
-"""The verify call on NumPy arrays, by the GPU's own kernels on a CPU."""
+"""The verify call, and the sparse one, on NumPy arrays, by the GPU's own kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -93,6 +93,70 @@ def mla_verify(
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
     )
+    return _solve(problem, out, lse, kernel, tiles, budget, validate, seed, reports)
+
+
+def mla_sparse(
+    q: Any,
+    kv_cache: Any,
+    indices: Any,
+    *,
+    sm_scale: float,
+    topk_lens: Any = None,
+    logit_cap: float = 0.0,
+    out: Any = None,
+    lse: Any = None,
+    out_dtype: Any = None,
+    kernel: str | None = None,
+    tiles: KernelConfig | None = None,
+    budget: str | None = None,
+    validate: bool = True,
+    seed: int = 0,
+    reports: list[Report] | None = None,
+) -> tuple[Any, Any]:
+    """Run `mlaflash.mla_sparse` on NumPy arrays: the same kernels, checked at every access, slowly.
+
+    Parameters
+    ----------
+    q, kv_cache, indices, ...
+        As in `mlaflash.mla_sparse`; bfloat16 is that of `ml_dtypes`.
+    budget, validate, seed, reports
+        As in `mla_verify`.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        As in `mlaflash.mla_sparse`.
+
+    Raises
+    ------
+    EmulatorError, MlaFlashError
+        As in `mla_verify`.
+    """
+    problem = Problem.from_lists(
+        numpy_view,
+        q,
+        kv_cache,
+        indices=indices,
+        sm_scale=sm_scale,
+        topk_lens=topk_lens,
+        logit_cap=logit_cap,
+        out_dtype=getattr(out, "dtype", None) if out_dtype is None else out_dtype,
+    )
+    return _solve(problem, out, lse, kernel, tiles, budget, validate, seed, reports)
+
+
+def _solve(
+    problem: Problem,
+    out: Any,
+    lse: Any,
+    kernel: str | None,
+    tiles: KernelConfig | None,
+    budget: str | None,
+    validate: bool,
+    seed: int,
+    reports: list[Report] | None,
+) -> tuple[Any, Any]:
     if validate:
         problem.validate()
     schedule = plan(problem, Device.for_arch(budget or DEFAULT_ARCH), kernel=kernel, tiles=tiles)
