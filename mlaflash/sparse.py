@@ -1,4 +1,4 @@
-"""Sparse attention on CuPy arrays: every query token lists the cache rows that it sees."""
+"""Sparse attention on a GPU: every query token lists the cache rows that it sees."""
 
 from __future__ import annotations
 
@@ -83,4 +83,4 @@ def mla_sparse(
         read=Problem.from_lists,
     )
     call.launch()
-    return call.out, call.lse
+    return call.results()

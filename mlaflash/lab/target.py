@@ -284,7 +284,8 @@ class GpuTarget(Target):
         try:
             call = prepare(**loaded, kernel=kernel, tiles=config, validate=True, read=_reader(loaded))
             call.launch()
-            return Result(call.out.get(), call.lse.get(), None)
+            out, lse = call.results()
+            return Result(out.get(), lse.get(), None)
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
             raise _launch_error(kernel, config, error) from error
 
