@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mlaflash import jit
+from mlaflash import jit, reuse
 from mlaflash.device import Device, apply_budget, current_ordinal, on_device, padded_shared_bytes
 from mlaflash.errors import ShapeError
 from mlaflash.interop import ArrayView, device_view, ordinal_of
@@ -143,33 +143,78 @@ def mla_verify(
     JAX computes on streams of its own. The launch's stream waits for JAX arrays on the GPU, and JAX for the results,
     by events of its own; so they cannot be captured. Keep the inputs until the results are there.
     """
-    call = prepare(
-        q,
-        kv_cache,
-        sm_scale=sm_scale,
-        kv_lens=kv_lens,
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        block_table=block_table,
-        page_size=page_size,
-        qo_indptr=qo_indptr,
-        mask=mask,
-        tail_lens=tail_lens,
-        new_kv=new_kv,
-        logit_cap=logit_cap,
-        out=out,
-        lse=lse,
-        out_dtype=out_dtype,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        kernel=kernel,
-        tiles=tiles,
-        budget=budget,
-        validate=validate,
-        stream=stream,
-    )
+    arrays = {
+        "q": q,
+        "kv_cache": kv_cache,
+        "kv_lens": kv_lens,
+        "kv_indptr": kv_indptr,
+        "kv_indices": kv_indices,
+        "block_table": block_table,
+        "qo_indptr": qo_indptr,
+        "tail_lens": tail_lens,
+        "new_kv": new_kv,
+    }
+    results = {"out": out, "lse": lse}
+    options = {
+        "sm_scale": sm_scale,
+        "page_size": page_size,
+        "logit_cap": logit_cap,
+        "out_dtype": out_dtype,
+        "max_q_len": max_q_len,
+        "max_kv_len": max_kv_len,
+        "kernel": kernel,
+        "tiles": tiles,
+        "budget": budget,
+    }
+    words, mask_key = (mask.words, mask.max_q) if isinstance(mask, TreeMask) else (None, mask)
+    signature = reuse.Signature({**arrays, **results, "words": words}, (mask_key, *options.values()))
+    known = None if validate else reuse.recall(signature)
+    if known is not None:
+        return _launch_again(known, signature, q, out, lse, stream)
+    call = prepare(**arrays, **results, **options, mask=mask, validate=validate, stream=stream)
     call.launch()
+    if not call.workspaces.keys() & _CALLERS and call.exports == (None, None):
+        problem = call.problem
+        reuse.remember(
+            signature,
+            reuse.Reusable.of(
+                call.ordinal,
+                problem.out_shape,
+                problem.out_dtype,
+                problem.dtype,
+                call.schedule.workspaces if call.launches else (),
+                call.params,
+                call.launches,
+            ),
+        )
     return call.results()
+
+
+# A workspace under the name of an argument stands in for an array that was not given.
+_CALLERS = frozenset({"page_ids"})
+
+
+def _launch_again(
+    known: reuse.Reusable, signature: reuse.Signature, q: Any, out: Any, lse: Any, stream: Any
+) -> tuple[Any, Any]:
+    """Make the call that an equal one before prepared: new memory, new addresses, the same launches."""
+    first = q[0] if isinstance(q, tuple | list) else q
+    with on_device(known.ordinal):
+        work_stream = as_stream(stream, first, known.ordinal)
+        memory = memory_for(first, work_stream, known.ordinal, is_current=stream is None)
+        addresses = signature.addresses
+        with memory.scope:
+            if out is None:
+                out = memory.empty(known.out_shape, known.out_dtype)
+                addresses["out"] = (memory.address(out),)
+            if lse is None:
+                lse = memory.empty(known.out_shape[:-1], "float32")
+                addresses["lse"] = (memory.address(lse),)
+            workspaces = {w.name: memory.empty(w.shape, w.dtype) for w in known.workspaces}
+        known.point(addresses, {name: memory.address(array) for name, array in workspaces.items()})
+        for launch in known.launches:
+            launch.launch(work_stream.ptr)
+    return out, lse
 
 
 Export = Callable[[Any], Any] | None

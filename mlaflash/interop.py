@@ -8,6 +8,7 @@ launch's stream wait for them on the GPU.
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -201,6 +202,31 @@ def is_cupy(array: Any) -> bool:
 def is_tensor(array: Any) -> bool:
     """Whether this is a tensor of torch, by what it can do."""
     return hasattr(array, "is_cuda")
+
+
+def fingerprint(array: Any) -> tuple[int, Hashable] | None:
+    """Return an array's address, and all else that decides what a call does with it; None where that takes longer.
+
+    Parameters
+    ----------
+    array : object
+
+    Returns
+    -------
+    tuple or None
+        For CuPy arrays and tensors of torch. The second can be hashed: shape, strides, element type, GPU, alignment.
+    """
+    if is_cupy(array):
+        memory = array.data
+        ptr = memory.ptr
+        return ptr, (array.shape, array.strides, array.dtype, memory.device_id, ptr & 15)
+    if is_tensor(array):
+        try:
+            ptr, strides = array.data_ptr(), array.stride()
+        except RuntimeError:  # no strided memory: whoever views it says so
+            return None
+        return ptr, (array.shape, strides, array.dtype, array.get_device(), array.requires_grad, ptr & 15)
+    return None
 
 
 def is_jax(array: Any) -> bool:

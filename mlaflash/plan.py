@@ -20,8 +20,9 @@ from mlaflash.mask_formats import words_per_row
 from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaNarrowConfig, MmaWideConfig, feature_defines
-from mlaflash.params import DL, MASK_CODES, PARAMS_DTYPE, new_params, numpy_dtype
+from mlaflash.params import DL, MASK_CODES, new_params, numpy_dtype
 from mlaflash.problem import Problem, check_pages, element_type, soft_cap, vector
+from mlaflash.reuse import Reusable, Signature
 from mlaflash.schedule import Launch, Schedule, build_params, mma_refusal
 from mlaflash.tiles import KernelConfig, check_shared, dtype_defines
 
@@ -32,14 +33,12 @@ _PLAN_THREADS = 512
 _PLAN_SHARED = 144
 _COMBINE_THREADS = 512
 _COMBINE_SHARED = 16 * (32 * 16 + 4)
-_COMBINE_ROWS = 2  # blocks along y: with one along x for each SM, as many as run at once
+_COMBINE_ROWS = 3  # blocks along y: 132 x 3 x 16 warps are enough for 64 rows of 4 items in as many parts
 _LEAST_TILES = 8  # of a block, as cost.choose finds for short requests
 _ALIGNMENT = 256
 _ID_BYTES = {"int32": 4, "int64": 8}
 Launcher = Callable[[Any, Mapping[str, Any]], None]
 """Of a stream, and of the arrays that the kernel touches where they are kept track of."""
-
-_POINTERS = ("q_nope", "q_pe", "kv_c", "k_pe", "new_kv_c", "new_k_pe", "page_ids", "out", "lse")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +164,7 @@ class Backend(Protocol):
     def view(self, name: str, array: Any) -> ArrayView:
         """View the caller's array."""
 
-    def locate(self, name: str, array: Any) -> tuple[int, Hashable]:
+    def locate(self, array: Any) -> tuple[int, Hashable]:
         """Return the address of the caller's array, and all else that tells it from others."""
 
     def memory(self, num_bytes: int, workspace: Any) -> Any:
@@ -270,18 +269,6 @@ def check_capacity(
         split_kv=bool(split_kv),
         copy_ids=bool(copy_ids),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """What `VerifyPlan.run` makes ready for arrays of one layout."""
-
-    params: npt.NDArray[np.void]
-    words: npt.NDArray[np.uint64]  # the same memory
-    launches: tuple[Launcher, ...]
-
-
-_WORD = {name: PARAMS_DTYPE.fields[name][1] // 8 for name in _POINTERS}  # type: ignore[index]
 
 
 class VerifyPlan:
@@ -425,11 +412,11 @@ class VerifyPlan:
             for name, piece in shapes.items():
                 self._pieces[name] = backend.piece(self._memory, offset, *piece)
                 offset += _num_bytes(*piece)
-            self._pointers = {name: backend.locate(name, piece)[0] for name, piece in self._pieces.items()}
+            self._pointers = {name: backend.locate(piece)[0] for name, piece in self._pieces.items()}
             self._page_ids = self._pointers["page_ids"]
             self._ids_array = self._pieces["page_ids"]
             self._is_updated = False
-            self._bounds: dict[Hashable, _Bound] = {}
+            self._known: dict[Hashable, Reusable] = {}
             self._plan_params = new_params(**self._work_fields())
             self._plan = backend.load(plan_launch(self.work), self._plan_params, None)
             # Loaded here, so that nothing is left to do for the first run, which may be captured.
@@ -679,39 +666,15 @@ class VerifyPlan:
                 made = backend.results(q, (*rows, DL), self.capacity.out_dtype, stream)
                 out, lse = (made[0] if out is None else out), (made[1] if lse is None else lse)
             given = {"q": q, "kv_cache": kv_cache, "new_kv": new_kv, "out": out, "lse": lse}
-            addresses: list[int] = []
-            layouts: list[Hashable] = []
-            for name, array in given.items():
-                for piece in array if isinstance(array, tuple | list) else (array,):
-                    address, layout = (0, None) if piece is None else backend.locate(name, piece)
-                    addresses.append(address)
-                    layouts.append(layout)
-            key = tuple(layouts)
-            bound = self._bounds.get(key)
-            if bound is None:
-                bound = self._bounds[key] = self._bind(q, kv_cache, new_kv, out, lse)
-            self._point(bound, given, addresses)
-            arrays: Mapping[str, Any] = {}
-            if backend.keeps_track:
-                arrays = self._touched(given)
-            for launch in bound.launches:
-                launch(stream, arrays)
+            signature = Signature(given, (), backend.locate)
+            known = self._known.get(signature.key)
+            if known is None:
+                known = self._known[signature.key] = self._bind(q, kv_cache, new_kv, out, lse)
+            known.point(signature.addresses, {"page_ids": self._page_ids})
+            touched: Mapping[str, Any] = self._touched(given) if backend.keeps_track else {}
+            for launch in known.launches:
+                launch(stream, touched)
         return out, lse
-
-    def _point(self, bound: _Bound, given: Mapping[str, Any], addresses: list[int]) -> None:
-        """Set the pointers of this run: of a fused array the rope columns follow the latent ones."""
-        words, rest = bound.words, iter(addresses)
-        for name, first, second in (
-            ("q", "q_nope", "q_pe"),
-            ("kv_cache", "kv_c", "k_pe"),
-            ("new_kv", "new_kv_c", "new_k_pe"),
-        ):
-            words[_WORD[first]] = latent = next(rest)
-            fused = not isinstance(given[name], tuple | list)
-            words[_WORD[second]] = (latent and latent + 2 * DL) if fused else next(rest)
-        words[_WORD["out"]] = next(rest)
-        words[_WORD["lse"]] = next(rest)
-        words[_WORD["page_ids"]] = self._page_ids
 
     def _touched(self, given: Mapping[str, Any]) -> dict[str, Any]:
         arrays: dict[str, Any] = {}
@@ -721,7 +684,7 @@ class VerifyPlan:
         arrays = {name: array for name, array in arrays.items() if array is not None}
         return arrays | self._pieces | {"page_ids": self._ids_array}
 
-    def _bind(self, q: Any, kv_cache: Any, new_kv: Any, out: Any, lse: Any) -> _Bound:
+    def _bind(self, q: Any, kv_cache: Any, new_kv: Any, out: Any, lse: Any) -> Reusable:
         """Check arrays of a layout that is new, and make their launches ready."""
         capacity, stand_ins = self.capacity, self._pieces["stand_ins"]
         q_shape = (q[0] if isinstance(q, tuple | list) else q).shape
@@ -760,7 +723,8 @@ class VerifyPlan:
             fields["mask_words"] = self._pointers["mask_words"]
         for name, value in fields.items():
             params[name] = value
-        return _Bound(params, params.view(np.uint64), () if problem.is_empty else self._load(params))
+        launches = () if problem.is_empty else self._load(params)
+        return Reusable.of(0, problem.out_shape, problem.out_dtype, problem.dtype, (), params, launches)
 
     def _check_problem(self, problem: Problem) -> None:
         capacity = self.capacity

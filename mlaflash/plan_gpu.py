@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mlaflash import jit
 from mlaflash.device import Device, apply_budget, current_ordinal, on_device, padded_shared_bytes
 from mlaflash.errors import ShapeError
-from mlaflash.interop import ArrayView, as_cupy, device_view, is_cupy, is_tensor
+from mlaflash.interop import ArrayView, as_cupy, device_view, fingerprint
 from mlaflash.jit.launch import PreparedLaunch
 from mlaflash.params import numpy_dtype
 from mlaflash.schedule import Launch
@@ -41,13 +41,12 @@ class GpuBackend:
         """View the caller's array."""
         return device_view(name, array, self._ordinal)
 
-    def locate(self, name: str, array: Any) -> tuple[int, Hashable]:
+    def locate(self, array: Any) -> tuple[int, Hashable]:
         """Return the address of an array, and its shape, strides and element type."""
-        if is_cupy(array):
-            return array.data.ptr, (array.shape, array.strides, array.dtype)
-        if is_tensor(array):
-            return array.data_ptr(), (array.shape, array.stride(), array.dtype)
-        view = self.view(name, array)
+        found = fingerprint(array)
+        if found is not None:
+            return found
+        view = self.view("array", array)
         return view.ptr, (view.shape, view.strides, view.dtype)
 
     def memory(self, num_bytes: int, workspace: Any) -> Any:

@@ -74,6 +74,7 @@ LAYERS = [
     {"combine", "mask_source", "masks", "merge", "mma_tiles", "problem", "scale", "streams", "tiles"},
     {"cost"},
     {"jit", "mask_pack", "oracle", "schedule"},
+    {"reuse"},
     {"attention"},
     {"plan", "plan_gpu", "sparse"},
     {"emulator"},
