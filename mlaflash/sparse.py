@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlaflash.attention import prepare
+from mlaflash import reuse
+from mlaflash.attention import call_or_repeat
 from mlaflash.problem import Problem
 from mlaflash.tiles import KernelConfig
 
@@ -65,22 +66,14 @@ def mla_sparse(
     MlaFlashError
         As in `mla_verify`.
     """
-    call = prepare(
-        q,
-        kv_cache,
-        indices=indices,
-        sm_scale=sm_scale,
-        topk_lens=topk_lens,
-        logit_cap=logit_cap,
-        out=out,
-        lse=lse,
-        out_dtype=out_dtype,
-        kernel=kernel,
-        tiles=tiles,
-        budget=budget,
-        validate=validate,
-        stream=stream,
-        read=Problem.from_lists,
-    )
-    call.launch()
-    return call.results()
+    arrays = {"q": q, "kv_cache": kv_cache, "indices": indices, "topk_lens": topk_lens, "out": out, "lse": lse}
+    options = {
+        "sm_scale": sm_scale,
+        "logit_cap": logit_cap,
+        "out_dtype": out_dtype,
+        "kernel": kernel,
+        "tiles": tiles,
+        "budget": budget,
+    }
+    signature = reuse.Signature(arrays, tuple(options.values()))
+    return call_or_repeat(signature, arrays | options, validate=validate, stream=stream, read=Problem.from_lists)

@@ -51,6 +51,14 @@ def test_the_same_call_gives_the_same_bits(config: KernelConfig | None) -> None:
         assert_same(first, mla_sparse(**arguments, tiles=config))
 
 
+def test_an_equal_call_reads_its_own_arrays() -> None:
+    for seed in range(3):
+        arguments = build(replace(LISTS, heads=64, topk=300, kv_lens=(400, 200)), seed)
+        out, lse = mla_sparse(**arguments)
+        result = compare(out, lse, *oracle.mla_sparse(**arguments), tolerance("bfloat16", "bfloat16"))
+        assert result.passed, result.reason
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_prefill_of_thousands_of_tokens(heads: int) -> None:
     tokens, slots, topk = 5000, 20_000, 512
