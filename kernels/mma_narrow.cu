@@ -439,6 +439,16 @@ DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows,
   store(p, r, part, rows, w, softmax, o);
 }
 
+// Brings the page ids of the block's first tiles to the level-2 cache while the request's lengths are on their way, in
+// case it has the greatest length that it may have: a short call is mostly latency.
+DEVICE void prefetch_ids(const VerifyParams& p) {
+  const int all = ((int)p.max_kv_len + TILE - 1) / TILE, per_split = (all + p.num_splits - 1) / p.num_splits;
+  const int token = (block_idx_y() * per_split + thread_idx() / TILE) * TILE + thread_idx() % TILE;
+  if (token >= p.max_kv_len || (p.kv_indptr && block_idx_z() > 0)) return;
+  const i64 id = block_idx_z() * p.block_table_stride + page_of(p, token);
+  prefetch_l2((const u8*)p.page_ids + id * (p.wide_ids ? 8 : 4));
+}
+
 DEVICE void attend_split(const VerifyParams& p, const Request& r) {
   const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
   if (rows.end <= rows.first) return;
@@ -465,6 +475,7 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
 #pragma unroll 1
     for (int item = block_idx_x(); item >= 0;) item = attend_item(p, item);
   } else {
+    prefetch_ids(p);
     const Request r = load_request(p, block_idx_z());
     attend_split(p, r);
     store_padding<THREADS>(p, r);

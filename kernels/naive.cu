@@ -170,7 +170,7 @@ KERNEL(mlaflash_naive, BLOCK, 1) {
   const int token = block_idx_x() / p.num_heads, head = block_idx_x() % p.num_heads;
   const Request r = find_request(p, token);
   const int end = r.index < 0 ? 0 : visible_end(p, r, token);
-  const Row row{p, r, token, head, end, p.scores + ((i64)token * p.num_heads + head) * p.scores_stride};
+  const Row row{p, r, token, head, end, p.scores + ((i64)token * p.num_heads + head) * p.max_kv_len};
   if (p.vectorized)
     attend<true>(row, shared_base());
   else

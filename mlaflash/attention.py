@@ -238,10 +238,10 @@ def _launch_again(
         with memory.scope:
             if out is None:
                 out = memory.empty(known.out_shape, known.out_dtype)
-                addresses["out"] = (memory.address(out),)
+                addresses["out"] = memory.address(out)
             if lse is None:
                 lse = memory.empty(known.out_shape[:-1], "float32")
-                addresses["lse"] = (memory.address(lse),)
+                addresses["lse"] = memory.address(lse)
             workspaces = {w.name: memory.empty(w.shape, w.dtype) for w in known.workspaces}
         known.point(addresses, {name: memory.address(array) for name, array in workspaces.items()})
         for launch in known.launches:

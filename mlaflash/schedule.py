@@ -153,13 +153,22 @@ def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, de
     if name == "mma_wide":
         return ROWS_32 if problem.max_q_len * problem.num_heads <= ROWS_32.rows else ROWS_64
     if name is None and mma_refusal(problem) is None:
-        choice = _mma_choice(problem, device)
+        choice = mma_choice(problem, device)
         return replace(choice.config, nsplit=choice.num_splits)
     large = TileConfig(tk=32)
     return large if large.shared_bytes(problem.dtype) <= device.shared_per_block else TileConfig()
 
 
-def _mma_choice(problem: Problem, device: Device, row_tile: int | None = None) -> cost.Choice:
+def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) -> cost.Choice:
+    """Choose constants and splits of a tensor-core kernel; see `mlaflash.cost.choose`.
+
+    Parameters
+    ----------
+    problem : Problem
+    device : Device
+    row_tile : int, optional
+        Packed rows of a block, where they are given.
+    """
     rows = max(1, problem.max_q_len * problem.num_heads)
     partial_bytes = 4 if problem.out_dtype == "float32" else 2
     return cost.choose(
@@ -233,7 +242,7 @@ def _plan_mma(problem: Problem, config: MmaNarrowConfig | MmaWideConfig, device:
         raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}. Use the kernel tile.")
     # One at least: the last request's blocks also write the padding behind it.
     row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))
-    splits = config.nsplit or _mma_choice(problem, device, config.rows).num_splits
+    splits = config.nsplit or mma_choice(problem, device, config.rows).num_splits
     # Halved traffic between the kernels, for 1.16 times the error of a 16-bit result at 132 splits of 128 k tokens.
     partial_dtype = problem.out_dtype
     features = feature_defines(problem.logit_cap, problem.new_kv is not None, problem.is_split_kv)
@@ -338,7 +347,7 @@ def build_params(
         "out_stride_h": out.strides[-2],
         "lse_stride_t": lse.strides[-2],
         "lse_stride_h": lse.strides[-1],
-        "scores_stride": problem.max_kv_len,
+        "max_kv_len": problem.max_kv_len,
         "num_tokens": problem.num_tokens,
         "num_heads": problem.num_heads,
         "batch": problem.batch,

@@ -33,7 +33,7 @@ struct VerifyParams {
   float* lse;             // [T, H], natural logarithm
   void* partial_out;      // [num_splits, T * H, 512] in PARTIAL_DTYPE, each split normalised by its own sum
   float* partial_lse;     // [num_splits, T * H], base 2; -inf where a split saw nothing
-  float* scores;          // naive only: [T, H, scores_stride]
+  float* scores;          // naive only: [T, H, max_kv_len]
   u32* counters;          // zero on entry and on exit: arrivals of splits, for a reduction by the last block
 
   // Strides in elements.
@@ -45,7 +45,7 @@ struct VerifyParams {
   i64 block_table_stride;
   i64 out_stride_t, out_stride_h;
   i64 lse_stride_t, lse_stride_h;
-  i64 scores_stride;
+  i64 max_kv_len;  // no request has more tokens
 
   i32 num_tokens;  // T
   i32 num_heads;   // H
