@@ -360,7 +360,6 @@ def build_params(
         "vectorized": problem.is_aligned,
         "sm_scale": problem.sm_scale,
         "logit_cap": problem.logit_cap,
-        "topk": problem.max_kv_len if problem.is_sparse else 0,
     }
     for name, view in (
         ("qo_indptr", problem.qo_indptr),

@@ -75,5 +75,6 @@ def mla_sparse(
         "tiles": tiles,
         "budget": budget,
     }
-    signature = reuse.Signature(arrays, tuple(options.values()))
+    # The name keeps it apart from the signatures of mla_verify.
+    signature = reuse.Signature(arrays, ("mla_sparse", *options.values()))
     return call_or_repeat(signature, arrays | options, validate=validate, stream=stream, read=Problem.from_lists)

@@ -154,11 +154,9 @@ def test_a_tensor_without_strides_is_left_to_whoever_views_it():
 
 
 def test_lists_are_the_kernels_page_ids():
-    params = new_params(topk=64)
+    params = new_params(max_kv_len=64)
     kept = reuse.Reusable.of(0, (1,), "bfloat16", "bfloat16", (), params, ())
     lists = {"indices": FakeTensor(0x3000), "topk_lens": FakeTensor(0x4000)}
     kept.point(signature(**lists).addresses, {})
-    assert (params["page_ids"], params["kv_lens"], params["topk"]) == (0x3000, 0x4000, 64)
-    del lists["topk_lens"]
-    assert signature(**lists).key != signature(**lists, topk_lens=FakeTensor(0x4000)).key
-    assert signature(**lists).key != signature(block_table=FakeTensor(0x3000)).key
+    assert (params["page_ids"], params["kv_lens"], params["max_kv_len"]) == (0x3000, 0x4000, 64)
+    assert signature(**lists).key != signature(**(lists | {"topk_lens": None})).key

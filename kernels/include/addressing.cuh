@@ -24,7 +24,7 @@ DEVICE i64 load_id(const void* ids, bool wide, i64 index) {
 // is missing, the address of another one is read in its place, because a branch would end the run of loads.
 DEVICE Request load_request(const VerifyParams& p, int index) {
   if constexpr (SPARSE_IDS) {
-    const i32 kv_len = p.kv_lens ? (i32)ld_global_u32(p.kv_lens + index) : p.topk;
+    const i32 kv_len = p.kv_lens ? (i32)ld_global_u32(p.kv_lens + index) : (i32)p.max_kv_len;
     return {index, index, 1, kv_len, 0, index * p.block_table_stride};
   }
   const u32* kv_lens = (const u32*)p.kv_lens + index;

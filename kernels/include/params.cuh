@@ -24,7 +24,7 @@ struct VerifyParams {
   const void* new_kv_c;
   const void* new_k_pe;
   const i32* qo_indptr;   // [B + 1]; null: request b owns tokens [b * max_q_len, (b + 1) * max_q_len)
-  const i32* kv_lens;     // [B]; null, with SPARSE_IDS: topk
+  const i32* kv_lens;     // [B]; null, with SPARSE_IDS: max_kv_len each
   const void* kv_indptr;  // [B + 1], int32 or int64; null: page ids are rows of a block table
   const void* page_ids;   // [sum of pages] or [B, block_table_stride], int32 or int64
   const u32* mask_words;  // [T, mask_words_per_row]; bit j of row i: draft token i sees draft token j
@@ -62,7 +62,6 @@ struct VerifyParams {
   i32 vectorized;   // 1: every q and KV row starts on 16 bytes, so 128-bit loads are legal
   float sm_scale;
   float logit_cap;  // 0: no soft-cap
-  i32 topk;         // SPARSE_IDS: entries of a query token's list
 
   // Schedules made on the device: the kernel plan writes them, kernels with PLANNED_ROWS follow them.
   void* work_items;    // WorkItem [work_blocks + row tiles of the batch]; a block's first item is the one of its index
