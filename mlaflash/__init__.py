@@ -27,14 +27,17 @@ if TYPE_CHECKING:
     from mlaflash import emulator, oracle
     from mlaflash.attention import mla_verify
     from mlaflash.device import Device
+    from mlaflash.floors import roofline
     from mlaflash.mask_pack import pack_mask
     from mlaflash.mask_source import MaskSource
     from mlaflash.masks import TreeMask
     from mlaflash.merge import merge_states
     from mlaflash.plan import VerifyPlan
     from mlaflash.scale import yarn_sm_scale
+    from mlaflash.shape import VerifyShape
     from mlaflash.sparse import mla_sparse
     from mlaflash.tiles import TileConfig
+    from mlaflash.warm import warmup
 
 __version__ = "0.1.0"
 
@@ -56,6 +59,7 @@ __all__ = [
     "TreeMask",
     "UnsupportedError",
     "VerifyPlan",
+    "VerifyShape",
     "__version__",
     "emulator",
     "merge_states",
@@ -63,11 +67,14 @@ __all__ = [
     "mla_verify",
     "oracle",
     "pack_mask",
+    "roofline",
+    "warmup",
     "yarn_sm_scale",
 ]
 
 _MODULE_OF = {
     "VerifyPlan": "plan",
+    "VerifyShape": "shape",
     "Device": "device",
     "MaskSource": "mask_source",
     "TileConfig": "tiles",
@@ -76,6 +83,8 @@ _MODULE_OF = {
     "mla_sparse": "sparse",
     "mla_verify": "attention",
     "pack_mask": "mask_pack",
+    "roofline": "floors",
+    "warmup": "warm",
     "yarn_sm_scale": "scale",
 }
 _SUBMODULES = frozenset({"emulator", "oracle"})

@@ -43,6 +43,20 @@ def split_warps(num_splits: int, num_rows: int = 1) -> int:
     return 8 if num_splits > 32 and num_rows <= 64 else 4
 
 
+def merge_splits(num_rows: int = 1) -> list[int]:
+    """List numbers of splits that cover all the ways `combine` is compiled, the smallest of each.
+
+    Parameters
+    ----------
+    num_rows : int
+        Rows of out.
+    """
+    first: dict[int, int] = {}
+    for splits in range(2, MAX_SPLITS + 1):
+        first.setdefault(split_warps(splits, num_rows), splits)
+    return list(first.values())
+
+
 def _warps(num_splits: int, num_rows: int) -> int:
     return max(_COLUMN_GROUPS, split_warps(num_splits, num_rows))
 

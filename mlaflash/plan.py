@@ -404,8 +404,8 @@ class VerifyPlan:
         self._backend = backend
         with backend.scope():
             self.work = choose_work(capacity, backend.device, tiles)
-            shapes = _shapes(capacity, self.work)
-            self.workspace_bytes = sum(_num_bytes(*piece) for piece in shapes.values())
+            shapes = workspace_shapes(capacity, self.work)
+            self.workspace_bytes = workspace_bytes(capacity, self.work)
             self._memory = backend.memory(self.workspace_bytes, workspace)
             self._pieces: dict[str, Any] = {}
             offset = 0
@@ -423,17 +423,8 @@ class VerifyPlan:
             self._load(new_params())
 
     def _work_fields(self) -> dict[str, Any]:
-        capacity, work = self.capacity, self.work
         names = ("work_items", "work_merges", "work_scratch", "partial_out", "partial_lse")
-        return {name: self._pointers[name] for name in names} | {
-            "num_heads": capacity.num_heads,
-            "mask_mode": MASK_CODES[capacity.mask],
-            "num_splits": 1,
-            "work_blocks": work.blocks,
-            "work_row_tiles": work.row_tiles,
-            "work_start_tiles": work.start_tiles,
-            "work_least_tiles": _LEAST_TILES,
-        }
+        return {name: self._pointers[name] for name in names} | work_fields(self.capacity, self.work)
 
     def _load(self, params: npt.NDArray[np.void]) -> tuple[Launcher, ...]:
         return tuple(self._backend.load(launch, params, None) for launch in run_launches(self.capacity, self.work))
@@ -506,8 +497,9 @@ class VerifyPlan:
             kv_ptrs, ids = self._ids(batch, kv_indptr, kv_indices, block_table)
             if validate:
                 self._validate(lens, indptr, q_len, kv_ptrs, ids)
-            self._take_ids(ids, kv_ptrs is None, stream)
+            # The mask first, which may be refused: then the last update is still in force.
             self._take_mask(mask, qo_indptr, q_len, batch, tail_lens, stream)
+            self._take_ids(ids, kv_ptrs is None, stream)
             fields: dict[str, Any] = {
                 "kv_lens": lens.ptr,
                 "qo_indptr": 0 if indptr is None else indptr.ptr,
@@ -547,8 +539,12 @@ class VerifyPlan:
             raise ShapeError(
                 f"block_table is {table.dtype} {table.shape}; it must be {capacity.id_dtype} with {batch} rows."
             )
-        if table.shape[1] > 1 and table.strides[1] != 1:
-            raise ShapeError(f"block_table has strides {table.strides}; its last axis must be contiguous. Copy it.")
+        least = table.shape[1] if capacity.copy_ids else 0  # rows that overlap cannot be copied as a table
+        if (table.shape[1] > 1 and table.strides[1] != 1) or (batch > 1 and table.strides[0] < least):
+            raise ShapeError(
+                f"block_table has strides {table.strides} over shape {table.shape}; its last axis must be contiguous, "
+                f"and its rows at least {least} apart. Copy it."
+            )
         return None, table
 
     def _table_stride(self, ids: ArrayView) -> int:
@@ -790,8 +786,33 @@ def run_launches(capacity: Capacity, work: Work) -> tuple[Launch, Launch]:
     )
 
 
-def _shapes(capacity: Capacity, work: Work) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and element type of each array of a plan's memory."""
+def work_fields(capacity: Capacity, work: Work) -> dict[str, int]:
+    """Return what a plan fixes of the kernels' argument, addresses apart.
+
+    Parameters
+    ----------
+    capacity : Capacity
+    work : Work
+    """
+    return {
+        "num_heads": capacity.num_heads,
+        "mask_mode": MASK_CODES[capacity.mask],
+        "num_splits": 1,
+        "work_blocks": work.blocks,
+        "work_row_tiles": work.row_tiles,
+        "work_start_tiles": work.start_tiles,
+        "work_least_tiles": _LEAST_TILES,
+    }
+
+
+def workspace_shapes(capacity: Capacity, work: Work) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and element type of each array of a plan's memory.
+
+    Parameters
+    ----------
+    capacity : Capacity
+    work : Work
+    """
     spans = work.row_tiles * capacity.max_batch
     rows = 2 * work.blocks * work.config.rows
     ids = (capacity.max_batch, capacity.table_width) if capacity.block_table else (capacity.max_ids,)
@@ -805,6 +826,17 @@ def _shapes(capacity: Capacity, work: Work) -> dict[str, tuple[tuple[int, ...], 
         "partial_lse": ((rows,), "float32"),
         "stand_ins": ((capacity.max_batch + 1,), "int32"),
     }
+
+
+def workspace_bytes(capacity: Capacity, work: Work) -> int:
+    """Return the size of a plan's memory.
+
+    Parameters
+    ----------
+    capacity : Capacity
+    work : Work
+    """
+    return sum(_num_bytes(*piece) for piece in workspace_shapes(capacity, work).values())
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:

@@ -51,7 +51,7 @@ class GpuBackend:
         if found is not None:
             return found
         view = self.view("array", array)
-        return view.ptr, (view.shape, view.strides, view.dtype)
+        return view.ptr, (view.shape, view.strides, view.dtype, view.ptr % 16, view.read_only)
 
     def memory(self, num_bytes: int, workspace: Any) -> Any:
         """Allocate bytes, or check those that the caller gives."""

@@ -77,6 +77,8 @@ LAYERS = [
     {"reuse"},
     {"attention"},
     {"plan", "plan_gpu", "sparse"},
+    {"shape"},
+    {"floors", "warm"},
     {"emulator"},
     {"integrations", "lab"},
     {"commands"},

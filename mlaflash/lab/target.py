@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,6 +13,7 @@ import numpy as np
 from mlaflash.device import Device, gpu_available
 from mlaflash.errors import CompileError, LaunchError, MissingDependencyError, MlaFlashError, NoDeviceError
 from mlaflash.interop import numpy_view
+from mlaflash.jit import compiler_threads
 from mlaflash.lab.timing import Timing, measure
 from mlaflash.masks import TreeMask
 from mlaflash.problem import Problem
@@ -22,7 +22,6 @@ from mlaflash.settings import settings
 from mlaflash.tiles import KernelConfig
 
 DEFAULT_ARCH = "sm_120"
-MAX_COMPILERS = 8
 
 Kind = Literal["gpu", "emulator"]
 Built = tuple[str, frozenset[tuple[str, int]]]
@@ -200,11 +199,6 @@ def build_all(
     return failures
 
 
-def compiler_threads() -> int:
-    """Compilations that run side by side."""
-    return min(os.cpu_count() or 1, MAX_COMPILERS)
-
-
 def built_key(launch: Launch) -> Built:
     """Tell apart what has to be compiled apart."""
     return launch.kernel, frozenset(launch.defines.items())
@@ -316,6 +310,28 @@ class GpuTarget(Target):
         except cupy.cuda.runtime.CUDARuntimeError:
             return False
         return True
+
+
+def device_or_default(arch: str | None = None) -> Device:
+    """Choose whose limits count where nothing runs.
+
+    Parameters
+    ----------
+    arch : str or None
+        None is ``MLAFLASH_ARCH``, else the GPU's own, else sm_120.
+
+    Returns
+    -------
+    Device
+        The GPU itself, or the usual card of an architecture.
+    """
+    arch = arch or settings().arch
+    if arch is not None:
+        return Device.for_arch(arch)
+    try:
+        return Device.current()
+    except (MissingDependencyError, NoDeviceError):
+        return Device.for_arch(DEFAULT_ARCH)
 
 
 def select_target(choice: str, arch: str | None = None) -> tuple[Target, str]:

@@ -10,17 +10,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from mlaflash import cost, mask_pack
+from mlaflash import combine, cost, mask_pack
 from mlaflash.device import Device
 from mlaflash.errors import CompileError, UnsupportedError
-from mlaflash.jit import CompiledKernel, compile_cached
+from mlaflash.jit import CompiledKernel, compile_cached, compiler_threads
 from mlaflash.lab.inputs import Case, build
-from mlaflash.lab.space import SPACES, merge_splits
-from mlaflash.lab.target import compiler_threads, no_progress, read_problem
+from mlaflash.lab.space import SPACES
+from mlaflash.lab.target import Built, built_key, no_progress, read_problem
 from mlaflash.mma_tiles import feature_defines
 from mlaflash.params import DTYPE_CODES
 from mlaflash.problem import Problem
-from mlaflash.schedule import KERNELS, MMA_KERNELS, plan
+from mlaflash.schedule import KERNELS, MMA_KERNELS, Launch, plan
 from mlaflash.tiles import KernelConfig, list_defines
 
 COMPILED: Final = (*KERNELS, "combine", "mask")
@@ -188,7 +188,7 @@ def variants(
         The architecture is unknown.
     """
     device = Device.for_arch(arch)
-    found: dict[tuple[str, frozenset[tuple[str, int]]], Variant] = {}
+    found: dict[Built, Variant] = {}
     refused: dict[str, None] = {}
     # Plans come from the same code as a call's: what is compiled here is what a call looks for.
     for kernel, problem, config, is_shipped in _calls(device, dtypes, out_dtypes, every_tile):
@@ -201,30 +201,32 @@ def variants(
             # A kernel of another name than the plan's, `combine` apart, is a form of the planned one.
             if (launch.kernel if launch.kernel in COMPILED else kernel) not in kernels:
                 continue
-            variant = Variant(
-                launch.kernel,
-                arch,
-                form(launch.kernel, launch.defines),
-                dict(launch.defines),
-                launch.shared_bytes,
-                device.shared_per_block,
-                is_shipped,
-            )
-            found.setdefault((launch.kernel, frozenset(launch.defines.items())), variant)
+            found.setdefault(built_key(launch), variant(launch, device, is_shipped=is_shipped))
     if "mask" in kernels:
-        for source_format in mask_pack.FORMAT_CODES:
-            defines = mask_pack.defines(source_format)
-            variant = Variant(
-                "mask",
-                arch,
-                form("mask", defines),
-                defines,
-                mask_pack.shared_bytes(source_format),
-                device.shared_per_block,
-            )
-            found.setdefault(("mask", frozenset(defines.items())), variant)
+        found |= {built_key(launch): variant(launch, device) for launch in mask_pack.every_launch()}
     order = {kernel: place for place, kernel in enumerate(COMPILED)}
     return sorted(found.values(), key=lambda variant: order.get(variant.kernel, -1)), list(refused)
+
+
+def variant(launch: Launch, device: Device, *, is_shipped: bool = True) -> Variant:
+    """Return what has to be compiled for a launch.
+
+    Parameters
+    ----------
+    launch : Launch
+    device : Device
+    is_shipped : bool
+        As in `Variant`.
+    """
+    return Variant(
+        launch.kernel,
+        device.arch,
+        form(launch.kernel, launch.defines),
+        dict(launch.defines),
+        launch.shared_bytes,
+        device.shared_per_block,
+        is_shipped,
+    )
 
 
 def compile_all(
@@ -270,7 +272,7 @@ def _calls(
     device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], every_tile: bool
 ) -> Iterator[tuple[str, Problem, KernelConfig | None, bool]]:
     """List calls that together need every form: kernel, problem, constants, and whether a call chooses these."""
-    splits = [1, *merge_splits()]
+    splits = [1, *combine.merge_splits()]
     candidates: list[tuple[str, Problem, KernelConfig | None, bool]] = []
     for dtype in dtypes:
         for out_dtype in dict.fromkeys(out_dtypes or (dtype, "float32")):
