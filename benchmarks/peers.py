@@ -116,6 +116,7 @@ def mlaflash_call(
     mask: str = "tree",
     page_size: int = PAGE,
     dtype: Any = None,
+    deterministic: bool = False,
 ) -> Launch:
     dtype = dtype or torch.bfloat16
     words: TreeMask | str = mask
@@ -135,6 +136,7 @@ def mlaflash_call(
             block_table=to_cupy(table),
             mask=words,
             max_kv_len=problem.kv_len,
+            deterministic=deterministic,
             budget=budget,
         )
     out = torch.from_dlpack(call.out.view(np.int16)).view(dtype)
@@ -345,6 +347,7 @@ def main() -> None:
         "mlaflash causal": lambda problem: mlaflash_call(problem, budget, mask="causal"),
         "mlaflash page 1": lambda problem: mlaflash_call(problem, budget, page_size=1),
         "mlaflash float16": lambda problem: mlaflash_call(problem, budget, dtype=torch.float16),
+        "mlaflash deterministic": lambda problem: mlaflash_call(problem, budget, deterministic=True),
         "mlaflash own limits": lambda problem: mlaflash_call(problem, None),
         "mlaflash plan": lambda problem: mlaflash_plan(problem, budget),
         "flashinfer fa2": flashinfer("fa2"),

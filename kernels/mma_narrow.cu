@@ -8,7 +8,7 @@
 //         They are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes
 //         that it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps
 //         add their partial scores through shared memory. Two KV groups (or two blocks on an SM) take turns and hide
-//         each other's latency.
+//         each other's latency. DETERMINISTIC: a block computes chunks one after the other, each from nothing.
 // Source: the online softmax over KV tiles of FlashAttention (arXiv:2205.14135), split over KV as in Flash-Decoding.
 #include "mma.cuh"
 
@@ -29,6 +29,7 @@ constexpr int K_AHEAD = 2;                        // ldmatrix in flight before t
 
 static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of their columns");
 static_assert(STAGES >= 2, "one tile is read while the next one is copied");
+static_assert(KV_GROUPS == 1 || !DETERMINISTIC, "a chunk is one chain of tiles");
 static_assert(!PLANNED || PLANNED_ROWS == TILE, "the list has row tiles of this kernel");
 static_assert(EXCHANGE_BUFFERS == 1 || EXCHANGE_BUFFERS == 2, "one buffer costs a second barrier a tile");
 
@@ -353,6 +354,20 @@ DEVICE void store(const VerifyParams& p, const Request& r, int part, const RowTi
   }
 }
 
+DEVICE void reset(Softmax& softmax, float (&o)[O_TILES][4]) {
+  softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
+#pragma unroll
+  for (int i = 0; i < O_TILES; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
+}
+
+// DETERMINISTIC, after a tile: stores the chunk that it ends, and begins the next one.
+DEVICE void end_chunk(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w,
+                      const TileRange& tiles, int tile, Softmax& softmax, float (&o)[O_TILES][4]) {
+  if (tile + 1 != tiles.end && (tile + 1) % CHUNK_TILES != 0) return;
+  store_results(p, r, tile / CHUNK_TILES, rows.first, rows.end, w.column * (DL / COLUMN_WARPS), softmax, o);
+  reset(softmax, o);
+}
+
 // --- the kernel ----------------------------------------------------------------------------------------------------
 
 // The page ids of the first tile of every stage: loaded early, and left with the stages as later ones are.
@@ -432,17 +447,18 @@ DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows,
     u32 weights[4];
     softmax_tile(s, exponent_scale(p), softmax, o, weights);
     add_values(weights, v, o);
+    if constexpr (DETERMINISTIC) end_chunk(p, r, rows, w, tiles, tile, softmax, o);
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
   cp_async_wait_all();  // nothing is in flight any more
-  store(p, r, part, rows, w, softmax, o);
+  if constexpr (!DETERMINISTIC) store(p, r, part, rows, w, softmax, o);
 }
 
 // Brings the page ids of the block's first tiles to the level-2 cache while the request's lengths are on their way, in
 // case it has the greatest length that it may have: a short call is mostly latency.
 DEVICE void prefetch_ids(const VerifyParams& p) {
-  const int all = ((int)p.max_kv_len + TILE - 1) / TILE, per_split = (all + p.num_splits - 1) / p.num_splits;
+  const int all = ((int)p.max_kv_len + TILE - 1) / TILE, per_split = (all + grid_dim_y() - 1) / grid_dim_y();
   const int token = (block_idx_y() * per_split + thread_idx() / TILE) * TILE + thread_idx() % TILE;
   if (token >= p.max_kv_len || (p.kv_indptr && block_idx_z() > 0)) return;
   const i64 id = block_idx_z() * p.block_table_stride + page_of(p, token);
@@ -453,6 +469,10 @@ DEVICE void attend_split(const VerifyParams& p, const Request& r) {
   const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
   if (rows.end <= rows.first) return;
   const TileRange tiles = split_tiles(p, r, rows, block_idx_y());
+  if constexpr (DETERMINISTIC) {
+    store_absent<THREADS>(p, r, rows.first, rows.end, count_chunks(p, r, rows));
+    if (tiles.begin == tiles.end) return;
+  }
   if (tiles.begin == tiles.end) return store_empty<THREADS>(p, r, 0, rows.first, rows.end);
   attend(p, r, rows, tiles, 0);
 }

@@ -13,6 +13,8 @@
 //         well, which V = K[:, :512] invites.
 #include "mma.cuh"
 
+static_assert(!DETERMINISTIC, "mma_narrow computes the rows that are to be the same in every call");
+
 constexpr int WARPS = ROW_GROUPS * COLUMN_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROWS = ROW_GROUPS * 16;

@@ -163,7 +163,7 @@ DEVICE void attend(const Row& row, u32 smem) {
   store_row(row, sum_values<ALIGNED>(row), empty ? 0.0f : 1.0f / sum, smem);
   if (thread_idx() == 0)
     st_global_f32(row.p.lse + row.token * row.p.lse_stride_t + row.head * row.p.lse_stride_h,
-                  empty ? neg_inf() : (largest + lg2(sum)) * LN_2);
+                  empty ? neg_inf() : lse_out(row.p, largest + lg2(sum)));
 }
 
 KERNEL(mlaflash_naive, BLOCK, 1) {

@@ -44,10 +44,12 @@ def mla_verify(
     out: Array | None = None,
     lse: Array | None = None,
     out_dtype: Any = None,
+    lse_base: str = "e",
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
     kernel: str | None = None,
     tiles: Any = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = True,
 ) -> tuple[Array, Array]:
@@ -97,9 +99,11 @@ def mla_verify(
         Filled with the results, cast to their dtypes, and returned.
     out_dtype : dtype, optional
         Dtype of a new `out`; float64 by default.
+    lse_base : {"e", "2"}
+        Base of `lse`.
     max_q_len, max_kv_len : int, optional
         Upper bounds of the lengths; a request beyond them is refused.
-    kernel, tiles, budget, validate
+    kernel, tiles, deterministic, budget, validate
         Accepted so that the arguments of one call fit; they choose how the library computes, and
         the oracle has one way. It always validates.
 
@@ -108,7 +112,7 @@ def mla_verify(
     out : numpy.ndarray, shape (T, H, 512) or (B, S, H, 512), float64
         0 for an empty row.
     lse : numpy.ndarray, shape (T, H) or (B, S, H), float64
-        Natural logarithm of the sum of exponentials of the scores; -inf for an empty row.
+        Natural logarithm of the sum of exponentials of the scores, or that in base 2; -inf for an empty row.
 
     Raises
     ------
@@ -118,6 +122,8 @@ def mla_verify(
     _finite("sm_scale", sm_scale)
     if _finite("logit_cap", logit_cap) < 0:
         raise InvalidArgumentError(f"logit_cap is {logit_cap}; it must be 0 (none) or positive.")
+    if lse_base not in ("e", "2"):
+        raise InvalidArgumentError(f"lse_base is {lse_base!r}; it must be 'e' or '2'.")
     queries = np.concatenate([part.astype(np.float64) for part in _parts("q", q)], axis=-1)
     if queries.ndim not in (3, 4):
         raise ShapeError(f"q has shape {queries.shape}; it must be (T, H, {D}) or (B, S, H, {D}).")
@@ -155,7 +161,7 @@ def mla_verify(
         result[rows], logs[rows] = _attend(queries[rows], tokens, visible, sm_scale, logit_cap)
     return (
         _deliver("out", result.reshape(*leading, DL), out, out_dtype),
-        _deliver("lse", logs.reshape(leading), lse, None),
+        _deliver("lse", logs.reshape(leading) / (math.log(2) if lse_base == "2" else 1.0), lse, None),
     )
 
 
@@ -170,6 +176,7 @@ def mla_sparse(
     out: Array | None = None,
     lse: Array | None = None,
     out_dtype: Any = None,
+    lse_base: str = "e",
     kernel: str | None = None,
     tiles: Any = None,
     budget: str | None = None,
@@ -191,7 +198,7 @@ def mla_sparse(
         How many first entries of each row of `indices` count; those behind are never looked at.
     logit_cap : float
         ``logit_cap * tanh(score / logit_cap)``; 0 leaves scores alone.
-    out, lse, out_dtype, kernel, tiles, budget, validate
+    out, lse, out_dtype, lse_base, kernel, tiles, budget, validate
         As in `mla_verify`.
 
     Returns
@@ -199,8 +206,7 @@ def mla_sparse(
     out : numpy.ndarray, shape (T, H, 512), float64
         0 for a query token without an entry.
     lse : numpy.ndarray, shape (T, H), float64
-        Natural logarithm of the sum of exponentials of the scores; -inf for a query token without
-        an entry.
+        Logarithm of the sum of exponentials of the scores; -inf for a query token without an entry.
 
     Raises
     ------
@@ -210,6 +216,8 @@ def mla_sparse(
     _finite("sm_scale", sm_scale)
     if _finite("logit_cap", logit_cap) < 0:
         raise InvalidArgumentError(f"logit_cap is {logit_cap}; it must be 0 (none) or positive.")
+    if lse_base not in ("e", "2"):
+        raise InvalidArgumentError(f"lse_base is {lse_base!r}; it must be 'e' or '2'.")
     queries = _join(_parts("q", q))
     if queries.ndim != 3:
         raise ShapeError(f"q has shape {queries.shape}; it must be (T, H, {D}).")
@@ -235,6 +243,7 @@ def mla_sparse(
         rows = _join([part[slots[slots >= 0]] for part in parts])
         own = slice(token, token + 1)
         result[own], logs[own] = _attend(queries[own], rows, np.ones((1, len(rows)), np.bool_), sm_scale, logit_cap)
+    logs /= math.log(2) if lse_base == "2" else 1.0
     return _deliver("out", result, out, out_dtype), _deliver("lse", logs, lse, None)
 
 

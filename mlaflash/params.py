@@ -49,7 +49,8 @@ PARAMS_DTYPE: Final = np.dtype(
     ]
     + [("sm_scale", np.float32), ("logit_cap", np.float32)]
     + [(name, np.uint64) for name in ("work_items", "work_merges", "work_scratch")]
-    + [(name, np.int32) for name in ("work_blocks", "work_row_tiles", "work_start_tiles", "work_least_tiles")],
+    + [(name, np.int32) for name in ("work_blocks", "work_row_tiles", "work_start_tiles", "work_least_tiles")]
+    + [("lse_base_2", np.int32)],
     align=True,
 )
 

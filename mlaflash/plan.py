@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mlaflash import cost, mask_pack
 from mlaflash.attention import output_views
-from mlaflash.checks import finite, integer
+from mlaflash.checks import choice, finite, integer
 from mlaflash.device import Device, occupancy_blocks
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
@@ -51,6 +51,7 @@ class Capacity:
     sm_scale, logit_cap : float
     dtype, out_dtype, id_dtype, mask : str
     block_table, new_kv, split_kv, copy_ids : bool
+    lse_base : str
     """
 
     num_heads: int
@@ -70,6 +71,7 @@ class Capacity:
     new_kv: bool
     split_kv: bool
     copy_ids: bool
+    lse_base: str
 
     @property
     def rows(self) -> int:
@@ -209,6 +211,7 @@ def check_capacity(
     split_kv: bool = False,
     copy_ids: bool = True,
     logit_cap: float = 0.0,
+    lse_base: str = "e",
 ) -> Capacity:
     """Check the parameters of a `VerifyPlan`.
 
@@ -268,6 +271,7 @@ def check_capacity(
         new_kv=bool(new_kv),
         split_kv=bool(split_kv),
         copy_ids=bool(copy_ids),
+        lse_base=choice("lse_base", lse_base, ("e", "2")),
     )
 
 
@@ -321,6 +325,8 @@ class VerifyPlan:
         every `run` and must stay; a graph keeps the address of the one at its capture.
     logit_cap : float
         As in `mla_verify`.
+    lse_base : {"e", "2"}
+        As in `mla_verify`.
     tiles : MmaNarrowConfig or MmaWideConfig, optional
         Constants of the kernel; by default chosen by `mlaflash.cost`.
     budget : str, optional
@@ -368,6 +374,7 @@ class VerifyPlan:
         split_kv: bool = False,
         copy_ids: bool = True,
         logit_cap: float = 0.0,
+        lse_base: str = "e",
         tiles: KernelConfig | None = None,
         budget: str | None = None,
         workspace: Any = None,
@@ -391,6 +398,7 @@ class VerifyPlan:
             split_kv=split_kv,
             copy_ids=copy_ids,
             logit_cap=logit_cap,
+            lse_base=lse_base,
         )
         self._start(capacity, self._make_backend(budget), tiles, workspace)
 
@@ -708,6 +716,7 @@ class VerifyPlan:
             mask=mask,
             new_kv=new_kv,
             logit_cap=capacity.logit_cap,
+            lse_base=capacity.lse_base,
             out_dtype=capacity.out_dtype,
             max_q_len=capacity.max_q_len,
         )

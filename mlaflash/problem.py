@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mlaflash.checks import finite, integer
+from mlaflash.checks import choice, finite, integer
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
 from mlaflash.masks import TreeMask
@@ -122,6 +122,7 @@ class Problem:
     sm_scale: float
     logit_cap: float
     out_dtype: str
+    lse_base: str
     is_sparse: bool = False
 
     @property
@@ -178,6 +179,7 @@ class Problem:
         new_kv: Any = None,
         logit_cap: float = 0.0,
         out_dtype: Any = None,
+        lse_base: Any = "e",
         max_q_len: int | None = None,
         max_kv_len: int | None = None,
     ) -> Problem:
@@ -271,6 +273,7 @@ class Problem:
             sm_scale=finite("sm_scale", sm_scale),
             logit_cap=soft_cap(logit_cap),
             out_dtype=_out_dtype(out_dtype, q_rows.dtype),
+            lse_base=choice("lse_base", lse_base, ("e", "2")),
         )
 
     @classmethod
@@ -285,6 +288,7 @@ class Problem:
         topk_lens: Any = None,
         logit_cap: float = 0.0,
         out_dtype: Any = None,
+        lse_base: Any = "e",
     ) -> Problem:
         """Check the arguments of a sparse call; nothing on a device is read.
 
@@ -338,6 +342,7 @@ class Problem:
             sm_scale=finite("sm_scale", sm_scale),
             logit_cap=soft_cap(logit_cap),
             out_dtype=_out_dtype(out_dtype, q_rows.dtype),
+            lse_base=choice("lse_base", lse_base, ("e", "2")),
             is_sparse=True,
         )
 

@@ -21,6 +21,7 @@ def mla_sparse(
     out: Any = None,
     lse: Any = None,
     out_dtype: Any = None,
+    lse_base: str = "e",
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
     budget: str | None = None,
@@ -49,7 +50,7 @@ def mla_sparse(
         padded with -1 give the same result and cost the time of their full length.
     logit_cap : float
         ``logit_cap * tanh(score / logit_cap)``; 0 for none.
-    out, lse, out_dtype, kernel, tiles, budget, stream
+    out, lse, out_dtype, lse_base, kernel, tiles, budget, stream
         As in `mla_verify`.
     validate : bool
         Also check `topk_lens` and `indices` on the host, and so synchronise.
@@ -59,7 +60,7 @@ def mla_sparse(
     out : array, shape (T, H, 512), q's dtype or `out_dtype`
         0 for a query token without an entry.
     lse : array, shape (T, H), float32
-        Natural logarithm of the sum of the exponentials of the scores; -inf for a query token without an entry.
+        Logarithm of the sum of the exponentials of the scores; -inf for a query token without an entry.
 
     Raises
     ------
@@ -71,6 +72,7 @@ def mla_sparse(
         "sm_scale": sm_scale,
         "logit_cap": logit_cap,
         "out_dtype": out_dtype,
+        "lse_base": lse_base,
         "kernel": kernel,
         "tiles": tiles,
         "budget": budget,

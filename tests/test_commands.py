@@ -388,7 +388,7 @@ def test_the_shipped_tensor_core_kernels_keep_their_registers() -> None:
     dense = [v for v in found if not v.config.get("sparse_ids")]
     plain = [v for v in dense if not v.config["soft_cap"] + v.config["new_kv"] + v.config["split_kv"]]
     full = [v for v in found if v.config["soft_cap"] * v.config["new_kv"] * v.config["split_kv"]]
-    assert len(plain) == len(full) == 3
+    assert len(plain) == len(full) == 4  # the deterministic one among them
     assert all(result.passed and not result.spills for result in compile_all([*plain, *full]))
 
 
@@ -455,14 +455,15 @@ def test_every_form_that_a_call_asks_for_is_compiled(arch: str) -> None:
             if layout == "apart":
                 arguments["kv_cache"] = tuple(np.ascontiguousarray(part) for part in arguments["kv_cache"])
             problem = Problem.from_arrays(numpy_view, out_dtype=out_dtype, **arguments)
-            for kernel in (None, *KERNELS):
-                if kernel in MMA_KERNELS and dtype == "float32":
-                    continue
-                for launch in plan(problem, device, kernel=kernel).launches:
-                    form = (launch.kernel, *sorted(launch.defines.items()))
-                    seen.add(form)
-                    assert form in compiled
-                    assert form in default or out_dtype not in (dtype, "float32")
+            plans = [plan(problem, device)]
+            plans += [plan(problem, device, kernel=k) for k in KERNELS if dtype != "float32" or k not in MMA_KERNELS]
+            for max_kv_len in (400, 4000):
+                plans.append(plan(dataclasses.replace(problem, max_kv_len=max_kv_len), device, deterministic=True))
+            for launch in itertools.chain(*(chosen.launches for chosen in plans)):
+                form = (launch.kernel, *sorted(launch.defines.items()))
+                seen.add(form)
+                assert form in compiled
+                assert form in default or out_dtype not in (dtype, "float32")
     assert len(seen) > 100
 
 

@@ -302,6 +302,12 @@ def test_max_prefers_numbers(run: Run) -> None:
     assert np.array_equal(arithmetic(run, 4, a, b), np.float32([3, 4, 2, -5, np.nan]), equal_nan=True)
 
 
+def test_ceil(run: Run, rng: np.random.Generator) -> None:
+    special = np.array([2.0, 2.25, -2.25, -0.5, 0.0, 1e-45, 2.0**23, -np.inf, np.inf, np.nan], np.float32)
+    a = np.concatenate([special, rng.uniform(-300, 300, 500).astype(np.float32)])
+    assert np.array_equal(arithmetic(run, 8, a), np.ceil(a), equal_nan=True)
+
+
 def test_mul_hi(run: Run, rng: np.random.Generator) -> None:
     a, b = words(rng, 512), words(rng, 512)
     a[:2], b[:2] = 0xFFFFFFFF, (0xFFFFFFFF, 1)

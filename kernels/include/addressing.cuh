@@ -118,6 +118,12 @@ DEVICE const u8* q_pe_row(const VerifyParams& p, int token, int head) {
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
+// The lse that a call asks for, of one in base 2.
+DEVICE float lse_out(const VerifyParams& p, float lse) { return p.lse_base_2 ? lse : lse * LN_2; }
+
+// 2^x of an integer x <= 0, exactly; 0 for what float32 holds only as a subnormal, and for -inf.
+DEVICE float exact_ex2(float x) { return x < -126.0f ? 0.0f : as_f32((u32)((int)x + 127) << 23); }
+
 // Scaled, soft-capped score in base 2.
 DEVICE float score_log2(const VerifyParams& p, float dot) {
   float s = dot * p.sm_scale;

@@ -30,7 +30,7 @@ struct VerifyParams {
   const u32* mask_words;  // [T, mask_words_per_row]; bit j of row i: draft token i sees draft token j
   const i32* tail_lens;   // [B] tokens that the mask columns describe; null: q_len
   void* out;              // [T, H, 512] in OUT_DTYPE
-  float* lse;             // [T, H], natural logarithm
+  float* lse;             // [T, H], natural logarithm, or base 2
   void* partial_out;      // [num_splits, T * H, 512] in PARTIAL_DTYPE, each split normalised by its own sum
   float* partial_lse;     // [num_splits, T * H], base 2; -inf where a split saw nothing
   float* scores;          // naive only: [T, H, max_kv_len]
@@ -71,6 +71,8 @@ struct VerifyParams {
   i32 work_row_tiles;  // most row tiles of a request
   i32 work_start_tiles;  // what starting on a row tile costs, in KV tiles
   i32 work_least_tiles;  // fewest KV tiles of a block while others have none
+
+  i32 lse_base_2;  // 1: lse is a logarithm in base 2
 };
 
 #ifndef MLAFLASH_Q_DTYPE
@@ -80,6 +82,14 @@ constexpr int Q_DTYPE = MLAFLASH_Q_DTYPE;
 constexpr int KV_DTYPE = MLAFLASH_KV_DTYPE;
 constexpr int OUT_DTYPE = MLAFLASH_OUT_DTYPE;
 constexpr int PARTIAL_DTYPE = MLAFLASH_PARTIAL_DTYPE;
+
+// Tokens of a chunk, where a row's bits may depend on its own tokens alone (mlaflash/schedule.py says how); else 0.
+// Chunks begin at multiples of it, and split `i` is chunk i whatever block computes it.
+#ifdef MLAFLASH_DETERMINISTIC
+constexpr int DETERMINISTIC = MLAFLASH_DETERMINISTIC;
+#else
+constexpr int DETERMINISTIC = 0;
+#endif
 
 // tile: heads and KV tokens of a tile, powers of two.
 #ifdef MLAFLASH_HT

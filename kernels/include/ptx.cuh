@@ -317,6 +317,7 @@ DEVICE float lg2(float x) {
 DEVICE float tanh_f32(float x) { return tanhf(x); }
 DEVICE float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+DEVICE float ceil_f32(float x) { return ceilf(x); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return __umulhi(a, b); }
 // a * b + c, the product in 64 bits: one instruction, where the compiler would multiply 64-bit numbers.
 DEVICE i64 mad_wide_i32(i32 a, i32 b, i64 c) {

@@ -37,10 +37,12 @@ def mla_verify(
     out: Any = None,
     lse: Any = None,
     out_dtype: Any = None,
+    lse_base: str = "e",
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = True,
     seed: int = 0,
@@ -89,10 +91,12 @@ def mla_verify(
         new_kv=new_kv,
         logit_cap=logit_cap,
         out_dtype=getattr(out, "dtype", None) if out_dtype is None else out_dtype,
+        lse_base=lse_base,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
     )
-    return _solve(problem, out, lse, kernel, tiles, budget, validate, seed, reports)
+    choice = {"kernel": kernel, "tiles": tiles, "deterministic": deterministic}
+    return _solve(problem, out, lse, choice, budget, validate, seed, reports)
 
 
 def mla_sparse(
@@ -106,6 +110,7 @@ def mla_sparse(
     out: Any = None,
     lse: Any = None,
     out_dtype: Any = None,
+    lse_base: str = "e",
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
     budget: str | None = None,
@@ -141,16 +146,16 @@ def mla_sparse(
         topk_lens=topk_lens,
         logit_cap=logit_cap,
         out_dtype=getattr(out, "dtype", None) if out_dtype is None else out_dtype,
+        lse_base=lse_base,
     )
-    return _solve(problem, out, lse, kernel, tiles, budget, validate, seed, reports)
+    return _solve(problem, out, lse, {"kernel": kernel, "tiles": tiles}, budget, validate, seed, reports)
 
 
 def _solve(
     problem: Problem,
     out: Any,
     lse: Any,
-    kernel: str | None,
-    tiles: KernelConfig | None,
+    choice: dict[str, Any],
     budget: str | None,
     validate: bool,
     seed: int,
@@ -158,7 +163,7 @@ def _solve(
 ) -> tuple[Any, Any]:
     if validate:
         problem.validate()
-    schedule = plan(problem, Device.for_arch(budget or DEFAULT_ARCH), kernel=kernel, tiles=tiles)
+    schedule = plan(problem, Device.for_arch(budget or DEFAULT_ARCH), **choice)
     # NaN: what a kernel forgets to write cannot pass for a result.
     if out is None:
         out = np.full(problem.out_shape, np.nan, numpy_dtype(problem.out_dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +20,7 @@ from mlaflash.lab.target import Built, built_key, no_progress, read_problem
 from mlaflash.mma_tiles import feature_defines
 from mlaflash.params import DTYPE_CODES
 from mlaflash.problem import Problem
-from mlaflash.schedule import KERNELS, MMA_KERNELS, Launch, plan
+from mlaflash.schedule import CHUNK_TOKENS, KERNELS, MMA_KERNELS, Launch, deterministic_config, plan
 from mlaflash.tiles import KernelConfig, list_defines
 
 COMPILED: Final = (*KERNELS, "combine", "mask")
@@ -191,17 +191,19 @@ def variants(
     found: dict[Built, Variant] = {}
     refused: dict[str, None] = {}
     # Plans come from the same code as a call's: what is compiled here is what a call looks for.
-    for kernel, problem, config, is_shipped in _calls(device, dtypes, out_dtypes, every_tile):
+    for call in _calls(device, dtypes, out_dtypes, every_tile):
         try:
-            launches = plan(problem, device, kernel=kernel, tiles=config).launches
+            launches = plan(
+                call.problem, device, kernel=call.kernel, tiles=call.config, deterministic=call.deterministic
+            ).launches
         except UnsupportedError as error:
             refused.setdefault(str(error))
             continue
         for launch in launches:
             # A kernel of another name than the plan's, `combine` apart, is a form of the planned one.
-            if (launch.kernel if launch.kernel in COMPILED else kernel) not in kernels:
+            if (launch.kernel if launch.kernel in COMPILED else call.kernel) not in kernels:
                 continue
-            found.setdefault(built_key(launch), variant(launch, device, is_shipped=is_shipped))
+            found.setdefault(built_key(launch), variant(launch, device, is_shipped=call.is_shipped))
     if "mask" in kernels:
         found |= {built_key(launch): variant(launch, device) for launch in mask_pack.every_launch()}
     order = {kernel: place for place, kernel in enumerate(COMPILED)}
@@ -268,12 +270,19 @@ def _compile(variant: Variant) -> Compilation:
         return Compilation(variant, None, str(error))
 
 
-def _calls(
-    device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], every_tile: bool
-) -> Iterator[tuple[str, Problem, KernelConfig | None, bool]]:
-    """List calls that together need every form: kernel, problem, constants, and whether a call chooses these."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    kernel: str
+    problem: Problem
+    config: KernelConfig | None
+    is_shipped: bool = True
+    deterministic: bool = False
+
+
+def _calls(device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], every_tile: bool) -> Iterator[_Call]:
+    """List calls that together need every form."""
     splits = [1, *combine.merge_splits()]
-    candidates: list[tuple[str, Problem, KernelConfig | None, bool]] = []
+    candidates: list[_Call] = []
     for dtype in dtypes:
         for out_dtype in dict.fromkeys(out_dtypes or (dtype, "float32")):
             for features in itertools.product((False, True), repeat=len(_FEATURES)):
@@ -288,13 +297,18 @@ def _calls(
                         continue  # run-time arguments there
                     space = SPACES.get(kernel)
                     for config in _shipped(kernel, problem, device):
-                        yield kernel, problem, config, True
+                        yield _Call(kernel, problem, config)
                         if space is not None and space.axes and config is not None:
                             for nsplit in splits:
-                                yield kernel, problem, space.change(config, {"nsplit": nsplit}), True
+                                yield _Call(kernel, problem, space.change(config, {"nsplit": nsplit}))
                     if every_tile and space is not None and space.axes and out_dtype == dtype and not any(features):
                         tiles = space.candidates("gpu", {"nsplit": [1]})
-                        candidates += [(kernel, problem, config, False) for config in tiles]
+                        candidates += [_Call(kernel, problem, config, is_shipped=False) for config in tiles]
+                fixed = deterministic_config(dtype).kernel
+                if not sparse and (fixed in MMA_KERNELS or not any(features)):
+                    for chunks in (1, 9):  # both forms of the merge
+                        bounded = replace(problem, max_kv_len=chunks * CHUNK_TOKENS)
+                        yield _Call(fixed, bounded, None, deterministic=True)
     # Behind all others: a form that is shipped and a candidate too is shipped.
     yield from candidates
 

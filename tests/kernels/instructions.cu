@@ -194,6 +194,9 @@ DEVICE void arithmetic(const VerifyParams& p) {
     case 7:
       result = keep_in_register((u32)(mad_wide_i32((i32)a, (i32)b, (i64)a << 20) >> 32));
       break;
+    case 8:
+      result = as_u32(ceil_f32(x));
+      break;
   }
   st_global_u32(bytes_of(p.out, 4 * i), result);
 }
