@@ -132,6 +132,7 @@ struct Source {
   int last_cached;  // the cache's last token, below 0 for none; those after it are rows of new_kv_c and new_k_pe
   int tile, end;    // next tile to copy; the split's tiles end here
   int masked;       // every row sees all tokens of the tiles before this one, and the cache holds them
+  u32 listed[STAGES] = {};  // SPARSE_IDS: listed_bits() of the tiles in the ring, the oldest first
 };
 
 DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
@@ -191,6 +192,19 @@ DEVICE u32 copied_id(const Warp& w, const Source& s, u32 stage) {
   return has_ids(s, s.tile) ? ld_shared_u32(stage + Smem::IDS + w.lane % TILE * 4) : 0;
 }
 
+// SPARSE_IDS: copies the tile whose listed_bits() are `bits`, and adds them to those of the ring.
+DEVICE void copy_listed(const Warp& w, Source& s, u32 stage, KvRow row, u32 bits) {
+  if (s.tile < s.end) {
+    if (bits == ~0u)
+      copy_slice<true>(w, stage, row);
+    else
+      copy_slice<false>(w, stage, bits >> w.lane & 1 ? row : KvRow{nullptr, nullptr});
+  }
+#pragma unroll
+  for (int i = 1; i < STAGES; i++) s.listed[i - 1] = s.listed[i];
+  s.listed[STAGES - 1] = bits;
+}
+
 // Copies the next tile to `stage`, and the ids of the tile that comes there after it. They land together, so that no id
 // is waited for. Past the end nothing is copied, but the cp.async group is still closed: the waits count groups.
 DEVICE void copy_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& s, u32 stage,
@@ -199,10 +213,13 @@ DEVICE void copy_tile(const VerifyParams& p, const Request& r, const RowTile& ro
   // Before any branch, so that its arithmetic runs beside the products that come before.
   const KvRow row = cached_row(p, id, token);
   warp_sync();  // orders all lanes' reads of the stage before the copies that overwrite it
-  if (s.tile < s.masked)
+  if constexpr (SPARSE_IDS) {
+    copy_listed(w, s, stage, row, listed_bits(id, token, s.last_cached + 1));
+  } else if (s.tile < s.masked) {
     copy_slice<true>(w, stage, row);
-  else if (s.tile < s.end)
+  } else if (s.tile < s.end) {
     copy_slice<false>(w, stage, masked_row(p, r, rows, s, id, token));
+  }
   const int later = s.tile + STAGES * KV_GROUPS;
   if (w.lane < TILE && has_ids(s, later)) cp_async_4(stage + Smem::IDS + w.lane * 4, id_ptr(p, w, s, later));
   cp_async_commit();
@@ -415,14 +432,18 @@ DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows,
     // K and V go to registers at once: the stage is free for the next copies before the scores are known.
     float sums[2][2][4] = {}, s[2][4];
     u32 v[V_STEPS][4];
-    const u32 id = copied_id(w, source, w.ring + stage);
+    const u32 id = copied_id(w, source, w.ring + stage), listed = SPARSE_IDS ? source.listed[0] : ~0u;
     partial_scores(q, w.keys + stage, sums);
     load_values(w.values + stage, v);
     copy_tile(p, r, rows, w, source, w.ring + stage, id);
     publish_scores(w, buffer, sums, s);
     add_scores(w, buffer, s);
     soft_cap(p, s);
-    if (tile >= source.masked) mask_tile(p, r, rows, w, tile, s);
+    if constexpr (SPARSE_IDS) {
+      if (listed != ~0u) mask_scores(s, {listed, listed});
+    } else if (tile >= source.masked) {
+      mask_tile(p, r, rows, w, tile, s);
+    }
     u32 weights[4];
     softmax_tile(s, exponent_scale(p), softmax, o, weights);
     add_values(weights, v, o);

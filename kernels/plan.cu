@@ -1,7 +1,7 @@
 // plan: from the lengths of a batch, which only the device knows, to a list of work for the blocks of mma_*.
 //
 // Grid:   1 block of 512 threads.
-// Shared: 144 bytes (struct Smem).
+// Shared: 128 bytes (struct Smem).
 // Global: work_scratch holds struct Scratch.
 // Idea:   the row tiles of all requests lie end to end on one axis, each as long as its work: `work_start_tiles` for
 //         its start, then its KV tiles. Block k of the kernel takes the k-th of equal pieces of the axis. A cut near
@@ -18,7 +18,7 @@ constexpr int WARPS = THREADS / WARP;
 
 struct Smem {
   static constexpr u32 SUMS = 0;  // u64 [WARPS] of a scan
-  static constexpr u32 BYTES = SUMS + WARPS * 8 + 16;
+  static constexpr u32 BYTES = SUMS + WARPS * 8;
 };
 
 // --- row tiles -----------------------------------------------------------------------------------------------------

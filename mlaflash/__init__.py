@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mlaflash.plan import VerifyPlan
     from mlaflash.scale import yarn_sm_scale
     from mlaflash.shape import VerifyShape
+    from mlaflash.sparse import mla_sparse
     from mlaflash.tiles import TileConfig
     from mlaflash.warm import warmup
 
@@ -63,6 +64,7 @@ __all__ = [
     "emulator",
     "kv",
     "merge_states",
+    "mla_sparse",
     "mla_verify",
     "oracle",
     "pack_mask",
@@ -80,6 +82,7 @@ _MODULE_OF = {
     "TileConfig": "tiles",
     "TreeMask": "masks",
     "merge_states": "merge",
+    "mla_sparse": "sparse",
     "mla_verify": "attention",
     "pack_mask": "mask_pack",
     "roofline": "floors",

@@ -186,10 +186,42 @@ def mla_verify(
     }
     words, mask_key = (mask.words, mask.max_q) if isinstance(mask, TreeMask) else (None, mask)
     signature = reuse.Signature({**arrays, **results, "words": words}, (mask_key, *options.values()))
+    return call_or_repeat(signature, {**arrays, **results, **options, "mask": mask}, validate=validate, stream=stream)
+
+
+def call_or_repeat(
+    signature: reuse.Signature,
+    arguments: dict[str, Any],
+    *,
+    validate: bool,
+    stream: Any,
+    read: Callable[..., Problem] = Problem.from_arrays,
+) -> tuple[Any, Any]:
+    """Make a call, from what an equal one before it left where there was one.
+
+    Parameters
+    ----------
+    signature : Signature
+        Of the arguments.
+    arguments : dict of str to Any
+        Those of `prepare`; q, out and lse among them.
+    validate, stream, read
+        As in `prepare`.
+
+    Returns
+    -------
+    out, lse : array
+        As in `mla_verify`.
+
+    Raises
+    ------
+    MlaFlashError
+        As in `mla_verify`.
+    """
     known = None if validate else reuse.recall(signature)
     if known is not None:
-        return _launch_again(known, signature, q, out, lse, stream)
-    call = prepare(**arrays, **results, **options, mask=mask, validate=validate, stream=stream)
+        return _launch_again(known, signature, arguments["q"], arguments["out"], arguments["lse"], stream)
+    call = prepare(**arguments, validate=validate, stream=stream, read=read)
     call.launch()
     if not call.workspaces.keys() & _CALLERS and call.exports == (None, None):
         problem = call.problem
@@ -303,14 +335,17 @@ def prepare(
     budget: str | None = None,
     validate: bool = False,
     stream: Any = None,
+    read: Callable[..., Problem] = Problem.from_arrays,
     **arguments: Any,
 ) -> Call:
-    """Do everything of a verify call but the launches.
+    """Do everything of a verify call, or of a sparse one, but the launches.
 
     Parameters
     ----------
     q, kv_cache, ...
-        As in `mla_verify`.
+        As in `mla_verify`, or in `mla_sparse`.
+    read : callable
+        What makes a problem of the arguments: `Problem.from_lists` for a sparse call.
 
     Returns
     -------
@@ -331,7 +366,7 @@ def prepare(
         view = partial(device_view, ordinal=ordinal, stream=work_stream)
         if out_dtype is None and out is not None:
             out_dtype = view("out", out).dtype
-        problem = Problem.from_arrays(view, q, kv_cache, out_dtype=out_dtype, **arguments)
+        problem = read(view, q, kv_cache, out_dtype=out_dtype, **arguments)
         if validate:
             with work_stream:
                 problem.validate()

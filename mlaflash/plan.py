@@ -30,7 +30,7 @@ MAX_WORK_BLOCKS: Final = 1024
 """Most blocks of a planned kernel."""
 
 _PLAN_THREADS = 512
-_PLAN_SHARED = 144
+_PLAN_SHARED = 128
 _COMBINE_THREADS = 512
 _COMBINE_SHARED = 16 * (32 * 16 + 4)
 _COMBINE_ROWS = 3  # blocks along y: 132 x 3 x 16 warps are enough for 64 rows of 4 items in as many parts

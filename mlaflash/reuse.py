@@ -24,6 +24,8 @@ _POINTERS: Final = {
     "kv_indptr": "kv_indptr",
     "kv_indices": "page_ids",
     "block_table": "page_ids",
+    "indices": "page_ids",
+    "topk_lens": "kv_lens",
     "qo_indptr": "qo_indptr",
     "tail_lens": "tail_lens",
     "words": "mask_words",

@@ -23,7 +23,7 @@ from mlaflash.mma_tiles import (
 )
 from mlaflash.params import MASK_CODES, new_params, page_divisor
 from mlaflash.problem import Problem
-from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines
+from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines, list_defines
 
 MMA_KERNELS = ("mma_narrow", "mma_wide")
 KERNELS = ("naive", "tile", *MMA_KERNELS)
@@ -39,6 +39,7 @@ _TOKENS_PER_SPLIT = 64
 _WAVES = 2
 _NARROW_BLOCKS = 2  # of NARROW_PAIR that the registers of an SM hold
 _MAX_STRIDE = 2**31 - 1
+_MAX_BATCH = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def _plan_naive(problem: Problem, config: NaiveConfig) -> Schedule:
         )
     launch = Launch(
         "naive",
-        dtype_defines(problem.dtype, problem.out_dtype, "float32"),
+        dtype_defines(problem.dtype, problem.out_dtype, "float32") | list_defines(problem.is_sparse),
         (problem.rows, 1, 1),
         config.threads,
         config.shared_bytes(problem.dtype),
@@ -225,7 +226,7 @@ def _plan_tile(problem: Problem, config: TileConfig, device: Device) -> Schedule
     types = dtype_defines(problem.dtype, problem.out_dtype, "float32")
     launch = Launch(
         "tile",
-        types | config.defines(),
+        types | config.defines() | list_defines(problem.is_sparse),
         (blocks, splits, 1),
         config.threads,
         config.shared_bytes(problem.dtype),
@@ -240,10 +241,12 @@ def mma_refusal(problem: Problem) -> str | None:
     ----------
     problem : Problem
     """
-    if problem.batch == 0:
+    if problem.batch == 0 and not problem.is_empty:
         return "kv_lens is empty, and every query token padding"
     if problem.dtype == "float32":
         return "q is float32; the tensor cores take bfloat16 and float16"
+    if problem.batch > _MAX_BATCH:
+        return f"the batch has {problem.batch} requests, and a grid at most {_MAX_BATCH} along z"
     if not problem.is_aligned:
         return "a row of q, kv_cache or new_kv does not start on 16 bytes, which asynchronous copies need"
     if problem.mask_columns > MAX_TAIL_LEN:
@@ -266,6 +269,7 @@ def _plan_mma(problem: Problem, config: MmaNarrowConfig | MmaWideConfig, device:
     # Halved traffic between the kernels, for 1.16 times the error of a 16-bit result at 132 splits of 128 k tokens.
     partial_dtype = problem.out_dtype
     features = feature_defines(problem.logit_cap, problem.new_kv is not None, problem.is_split_kv)
+    features |= list_defines(problem.is_sparse)
     launch = Launch(
         config.kernel,
         dtype_defines(problem.dtype, problem.out_dtype, partial_dtype) | config.defines() | features,
@@ -427,7 +431,6 @@ def build_params(
         "q_pe": q.rope_ptr,
         "kv_c": kv.latent_ptr,
         "k_pe": kv.rope_ptr,
-        "kv_lens": problem.kv_lens.ptr,
         "out": out.ptr,
         "lse": lse.ptr,
         "q_nope_stride_t": q.latent.strides[-3],
@@ -459,6 +462,7 @@ def build_params(
     }
     for name, view in (
         ("qo_indptr", problem.qo_indptr),
+        ("kv_lens", problem.kv_lens),
         ("kv_indptr", problem.kv_indptr),
         ("tail_lens", problem.tail_lens),
     ):

@@ -76,7 +76,7 @@ LAYERS = [
     {"jit", "kv", "mask_pack", "oracle", "schedule"},
     {"reuse"},
     {"attention"},
-    {"plan", "plan_gpu"},
+    {"plan", "plan_gpu", "sparse"},
     {"shape"},
     {"floors", "warm"},
     {"emulator"},

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from verify_cases import BASE, config_id, configs, mma_configs
+from verify_cases import BASE, LISTS, config_id, configs, mma_configs
 
 from mlaflash import oracle
-from mlaflash.emulator import mla_verify
+from mlaflash.emulator import mla_sparse, mla_verify
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.lab.inputs import build
 from mlaflash.tiles import KernelConfig
@@ -31,6 +31,19 @@ def check(**how: Any) -> None:
 @pytest.mark.parametrize("config", [*configs(), *mma_configs()], ids=config_id)
 def test_kernels(config: KernelConfig) -> None:
     check(kernel=config.kernel, tiles=config)
+
+
+def test_lists() -> None:
+    arguments = build(LISTS, 3)
+    for kernel in ("naive", "tile", "mma_narrow", "mma_wide"):
+        out, lse = mla_sparse(**arguments, kernel=kernel)
+        same_out, lse_2 = mla_sparse(**arguments, kernel=kernel, lse_base="2")
+        np.testing.assert_array_equal(same_out, out)
+        np.testing.assert_allclose(lse, lse_2 * np.float32(np.log(2)), rtol=2e-7)
+        np.testing.assert_allclose(lse_2, oracle.mla_sparse(**arguments, lse_base="2")[1], atol=2e-2)
+    for call in (mla_sparse, oracle.mla_sparse):
+        with pytest.raises(InvalidArgumentError, match="lse_base is 10"):
+            call(**arguments, lse_base=10)
 
 
 def test_deterministic() -> None:

@@ -54,6 +54,9 @@ DEVICE void mask_scores(float (&s)[2][4], const u32 (&bits)[2]) {
       if (!(bits[e / 2] >> (n * 8 + column + e % 2) & 1)) s[n][e] = neg_inf();
 }
 
+// SPARSE_IDS. Bits i and i + 16: token i of a tile has a slot. Lanes l and l + 16 bring the token l and its id.
+DEVICE u32 listed_bits(u32 id, int token, int end) { return warp_ballot(token < end && (i32)id >= 0); }
+
 // --- scale ---------------------------------------------------------------------------------------------------------
 
 // The softmax takes its maxima over raw scores and scales within the exponent, which is right for positive scales. So

@@ -24,7 +24,7 @@ struct VerifyParams {
   const void* new_kv_c;
   const void* new_k_pe;
   const i32* qo_indptr;   // [B + 1]; null: request b owns tokens [b * max_q_len, (b + 1) * max_q_len)
-  const i32* kv_lens;     // [B]
+  const i32* kv_lens;     // [B]; null, with SPARSE_IDS: max_kv_len each
   const void* kv_indptr;  // [B + 1], int32 or int64; null: page ids are rows of a block table
   const void* page_ids;   // [sum of pages] or [B, block_table_stride], int32 or int64
   const u32* mask_words;  // [T, mask_words_per_row]; bit j of row i: draft token i sees draft token j
@@ -135,6 +135,14 @@ constexpr int NEW_KV = MLAFLASH_NEW_KV;
 // elsewhere.
 #ifdef MLAFLASH_SPLIT_KV
 constexpr int SPLIT_KV = MLAFLASH_SPLIT_KV;
+#endif
+
+// All kernels but combine. SPARSE_IDS 1: each query token is a request of its own, and its page ids are the slots that
+// it sees, in any order; a negative one is none. Pages are slots, there is no mask, no qo_indptr, no kv_indptr.
+#ifdef MLAFLASH_SPARSE_IDS
+constexpr int SPARSE_IDS = MLAFLASH_SPARSE_IDS;
+#else
+constexpr int SPARSE_IDS = 0;
 #endif
 
 // Tensor-core kernels and combine. 0: the grid says what a block computes. Else the list of the kernel plan does, whose

@@ -1,4 +1,4 @@
-"""The verify call on NumPy arrays, by the GPU's own kernels on a CPU."""
+"""The verify call, and the sparse one, on NumPy arrays, by the GPU's own kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -95,11 +95,75 @@ def mla_verify(
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
     )
+    choice = {"kernel": kernel, "tiles": tiles, "deterministic": deterministic}
+    return _solve(problem, out, lse, choice, budget, validate, seed, reports)
+
+
+def mla_sparse(
+    q: Any,
+    kv_cache: Any,
+    indices: Any,
+    *,
+    sm_scale: float,
+    topk_lens: Any = None,
+    logit_cap: float = 0.0,
+    out: Any = None,
+    lse: Any = None,
+    out_dtype: Any = None,
+    lse_base: str = "e",
+    kernel: str | None = None,
+    tiles: KernelConfig | None = None,
+    budget: str | None = None,
+    validate: bool = True,
+    seed: int = 0,
+    reports: list[Report] | None = None,
+) -> tuple[Any, Any]:
+    """Run `mlaflash.mla_sparse` on NumPy arrays: the same kernels, checked at every access, slowly.
+
+    Parameters
+    ----------
+    q, kv_cache, indices, ...
+        As in `mlaflash.mla_sparse`; bfloat16 is that of `ml_dtypes`.
+    budget, validate, seed, reports
+        As in `mla_verify`.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        As in `mlaflash.mla_sparse`.
+
+    Raises
+    ------
+    EmulatorError, MlaFlashError
+        As in `mla_verify`.
+    """
+    problem = Problem.from_lists(
+        numpy_view,
+        q,
+        kv_cache,
+        indices=indices,
+        sm_scale=sm_scale,
+        topk_lens=topk_lens,
+        logit_cap=logit_cap,
+        out_dtype=getattr(out, "dtype", None) if out_dtype is None else out_dtype,
+        lse_base=lse_base,
+    )
+    return _solve(problem, out, lse, {"kernel": kernel, "tiles": tiles}, budget, validate, seed, reports)
+
+
+def _solve(
+    problem: Problem,
+    out: Any,
+    lse: Any,
+    choice: dict[str, Any],
+    budget: str | None,
+    validate: bool,
+    seed: int,
+    reports: list[Report] | None,
+) -> tuple[Any, Any]:
     if validate:
         problem.validate()
-    schedule = plan(
-        problem, Device.for_arch(budget or DEFAULT_ARCH), kernel=kernel, tiles=tiles, deterministic=deterministic
-    )
+    schedule = plan(problem, Device.for_arch(budget or DEFAULT_ARCH), **choice)
     # NaN: what a kernel forgets to write cannot pass for a result.
     if out is None:
         out = np.full(problem.out_shape, np.nan, numpy_dtype(problem.out_dtype))

@@ -20,7 +20,7 @@ from mlaflash.errors import (
 from mlaflash.lab.compare import Comparison, compare, tolerance
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.space import SPACES, check_axes
-from mlaflash.lab.target import Target, built_key, no_progress, read_problem
+from mlaflash.lab.target import Target, built_key, call_name, no_progress, read_problem
 from mlaflash.problem import Problem
 from mlaflash.schedule import KERNELS, MMA_KERNELS, Launch
 from mlaflash.tiles import KernelConfig
@@ -214,7 +214,7 @@ def _results(
     for name, group in by_case:
         # What one problem holds is let go before the next: some are large.
         arguments = inputs.pop(name)
-        expected_out, expected_lse = oracle.mla_verify(**arguments)
+        expected_out, expected_lse = getattr(oracle, call_name(arguments))(**arguments)
         loaded = target.load(arguments)
         for done, (run, steps) in group:
             progress("checking", done, len(planned))

@@ -136,7 +136,25 @@ def read_problem(arguments: Mapping[str, Any]) -> Problem:
     ----------
     arguments : mapping of str to Any
     """
-    return Problem.from_arrays(numpy_view, **arguments)
+    return _reader(arguments)(numpy_view, **arguments)
+
+
+def call_name(arguments: Mapping[str, Any]) -> str:
+    """Name the call that takes these arguments.
+
+    Parameters
+    ----------
+    arguments : mapping of str to Any
+
+    Returns
+    -------
+    {"mla_sparse", "mla_verify"}
+    """
+    return "mla_sparse" if "indices" in arguments else "mla_verify"
+
+
+def _reader(arguments: Mapping[str, Any]) -> Callable[..., Problem]:
+    return Problem.from_lists if call_name(arguments) == "mla_sparse" else Problem.from_arrays
 
 
 def build_all(
@@ -210,7 +228,7 @@ class EmulatorTarget(Target):
         from mlaflash import emulator
 
         reports: list[Any] = []
-        out, lse = emulator.mla_verify(
+        out, lse = getattr(emulator, call_name(loaded))(
             **loaded, kernel=kernel, tiles=config, budget=self.device.arch, validate=True, seed=seed, reports=reports
         )
         kv_bytes = sum(
@@ -255,10 +273,12 @@ class GpuTarget(Target):
         """Make one checked verify call; `seed` changes nothing here."""
         import cupy
 
-        from mlaflash.attention import mla_verify
+        from mlaflash.attention import prepare
 
         try:
-            out, lse = mla_verify(**loaded, kernel=kernel, tiles=config, validate=True)
+            call = prepare(**loaded, kernel=kernel, tiles=config, validate=True, read=_reader(loaded))
+            call.launch()
+            out, lse = call.results()
             return Result(out.get(), lse.get(), None)
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
             raise _launch_error(kernel, config, error) from error
@@ -276,7 +296,7 @@ class GpuTarget(Target):
         from mlaflash.attention import prepare
 
         try:
-            call = prepare(**loaded, kernel=kernel, tiles=config)
+            call = prepare(**loaded, kernel=kernel, tiles=config, read=_reader(loaded))
             return measure(call.launch, self.device, samples=samples)
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
             raise _launch_error(kernel, config, error) from error

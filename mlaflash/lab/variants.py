@@ -13,22 +13,21 @@ import numpy as np
 from mlaflash import combine, cost, mask_pack
 from mlaflash.device import Device
 from mlaflash.errors import CompileError, UnsupportedError
-from mlaflash.interop import numpy_view
 from mlaflash.jit import CompiledKernel, compile_cached, compiler_threads
 from mlaflash.kv import compact, move
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.space import SPACES
-from mlaflash.lab.target import Built, built_key, no_progress
+from mlaflash.lab.target import Built, built_key, no_progress, read_problem
 from mlaflash.mma_tiles import feature_defines
 from mlaflash.params import DTYPE_CODES
 from mlaflash.problem import Problem
 from mlaflash.schedule import CHUNK_TOKENS, KERNELS, MMA_KERNELS, Launch, deterministic_config, plan
-from mlaflash.tiles import KernelConfig
+from mlaflash.tiles import KernelConfig, list_defines
 
 COMPILED: Final = (*KERNELS, "combine", "mask", "compact", "move")
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
-_FEATURES: Final = frozenset(name.lower() for name in feature_defines(0, False, False))
+_FEATURES: Final = frozenset(name.lower() for name in {**feature_defines(0, False, False), **list_defines(True)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,11 +288,14 @@ def _calls(device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], eve
     for dtype in dtypes:
         for out_dtype in dict.fromkeys(out_dtypes or (dtype, "float32")):
             for features in itertools.product((False, True), repeat=len(_FEATURES)):
+                soft_cap, new_kv, split_kv, sparse = features
+                if sparse and new_kv:
+                    continue  # there is no such call
                 problem = _problem(dtype, out_dtype, *features)
                 for kernel in KERNELS:
                     if kernel in MMA_KERNELS and dtype == "float32":
                         continue  # nothing that a user could do about it
-                    if kernel not in MMA_KERNELS and any(features):
+                    if kernel not in MMA_KERNELS and (soft_cap or new_kv or split_kv):
                         continue  # run-time arguments there
                     space = SPACES.get(kernel)
                     for config in _shipped(kernel, problem, device):
@@ -305,7 +307,7 @@ def _calls(device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], eve
                         tiles = space.candidates("gpu", {"nsplit": [1]})
                         candidates += [_Call(kernel, problem, config, is_shipped=False) for config in tiles]
                 fixed = deterministic_config(dtype).kernel
-                if fixed in MMA_KERNELS or not any(features):
+                if not sparse and (fixed in MMA_KERNELS or not any(features)):
                     for chunks in (1, 9):  # both forms of the merge
                         bounded = replace(problem, max_kv_len=chunks * CHUNK_TOKENS)
                         yield _Call(fixed, bounded, None, deterministic=True)
@@ -313,8 +315,8 @@ def _calls(device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], eve
     yield from candidates
 
 
-def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv: bool) -> Problem:
-    """Make a small problem with the features of `feature_defines`."""
+def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv: bool, sparse: bool) -> Problem:
+    """Make a small problem with the features of `feature_defines`, or of `list_defines`."""
     case = Case(
         name="variants",
         q_lens=(1,),
@@ -325,11 +327,13 @@ def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv:
         logit_cap=30.0 if soft_cap else 0.0,
         new_kv=new_kv,
         paired=split_kv,
+        mask="none" if sparse else "causal",
+        topk=2 if sparse else 0,
     )
     arguments = build(case, 0)
     if split_kv:
         arguments["kv_cache"] = tuple(np.ascontiguousarray(part) for part in arguments["kv_cache"])
-    return Problem.from_arrays(numpy_view, out_dtype=out_dtype, **arguments)
+    return read_problem(arguments | {"out_dtype": out_dtype})
 
 
 def _shipped(kernel: str, problem: Problem, device: Device) -> list[KernelConfig | None]:
