@@ -126,7 +126,10 @@ def test_a_product_of_zero_and_a_large_value_cuts_nothing_off(dtype: str) -> Non
 def test_every_case_is_right(case: Case) -> None:
     for dtype in {"bfloat16", case.dtype}:
         arguments = build(replace(case, dtype=dtype), 6)
-        result = compare(*verify(arguments), *oracle.mla_verify(**arguments), tolerance(dtype, dtype))
+        allowed = tolerance(dtype, dtype)
+        # Each chunk is rounded to out's type once more: three roundings in place of two.
+        allowed = replace(allowed, norm=1.5**0.5 * allowed.norm)
+        result = compare(*verify(arguments), *oracle.mla_verify(**arguments), allowed)
         assert result.passed, result.reason
 
 

@@ -13,7 +13,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def errors_of(example: str) -> list[float]:
     """Run an example and return the errors of `out` that it prints."""
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    path = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, str(EXAMPLES / example)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
