@@ -35,6 +35,10 @@ class MmaConfig(Protocol):
     def threads(self) -> int:
         """Threads of a block."""
 
+    @property
+    def nsplit(self) -> int | None:
+        """Splits of the KV; None is chosen from the problem and the device."""
+
     def defines(self) -> dict[str, int]:
         """Constants of the kernel without its element types and without `feature_defines`."""
 
@@ -246,3 +250,79 @@ NARROW: Final = MmaNarrowConfig()
 
 NARROW_PAIR: Final = MmaNarrowConfig(kv_groups=1, exchange_buffers=1)
 """Row tiles of 16, two blocks an SM: 41,472 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MmaRolesConfig:
+    """Constants of the `mma_roles` kernel, for 64 rows: 4 score warps and 8 value warps of at most 168 registers.
+
+    Parameters
+    ----------
+    stages : int
+        KV tiles in the ring, at least 4: one or two are in use, the others on their way.
+    shared_steps : int
+        Of the 18 steps through a score warp's half of q, those that stay in shared memory for want of registers.
+    lookahead : int
+        Operand loads that a score warp issues ahead of the products that use them.
+    nsplit : int or None
+        Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
+        compiles nothing.
+
+    Raises
+    ------
+    TileError
+        Constants that `mma_roles.cu` is not built for.
+    InvalidArgumentError
+        `nsplit` is below 1.
+    """
+
+    stages: int = 4
+    shared_steps: int = 3
+    lookahead: int = 2
+    nsplit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
+        if self.stages < 4:
+            raise TileError(f"stages is {self.stages}; it must be at least 4, because q passes through them. Use 4.")
+        if not 0 <= self.shared_steps <= 18:
+            raise TileError(f"shared_steps is {self.shared_steps}; a score warp has 18 steps. Use 3.")
+        if self.lookahead not in (1, 2, 3):
+            raise TileError(f"lookahead is {self.lookahead}; it must be 1, 2 or 3. Use 2.")
+        if self.nsplit is not None:
+            object.__setattr__(self, "nsplit", integer("nsplit", self.nsplit, 1))
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "mma_roles"
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of a block."""
+        return 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 12 * _WARP
+
+    def defines(self) -> dict[str, int]:
+        """Return STAGES, SHARED_STEPS and LOOKAHEAD."""
+        return {"STAGES": self.stages, "SHARED_STEPS": self.shared_steps, "LOOKAHEAD": self.lookahead}
+
+    def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
+        """Bytes of the ring, of a part of q, of two buffers of partial scores and of weights, and of the mask columns."""
+        ring = self.stages * (TILE * _ROW_PITCH + 16)
+        q = 4 * self.shared_steps * 1024
+        exchange = 2 * 4 * 1024
+        handover = 2 * (4 * 512 + 64 * 4 + 16 + 16)
+        return ring + q + exchange + handover + 64 * 4 + MAX_TAIL_LEN // 8 + 16
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the constants, and `nsplit` where it is set."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+ROLES: Final = MmaRolesConfig()
+"""Row tiles of 64: 100,368 bytes, 168 registers."""

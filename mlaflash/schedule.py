@@ -11,7 +11,7 @@ from mlaflash import combine, cost
 from mlaflash.device import Device
 from mlaflash.errors import InvalidArgumentError, UnsupportedError
 from mlaflash.interop import ArrayView
-from mlaflash.mma_tiles import MAX_TAIL_LEN, NARROW, ROWS_32, ROWS_64, MmaNarrowConfig, MmaWideConfig, feature_defines
+from mlaflash.mma_tiles import MAX_TAIL_LEN, NARROW, ROWS_32, ROWS_64, MmaConfig, feature_defines
 from mlaflash.params import MASK_CODES, new_params, page_divisor
 from mlaflash.problem import Problem
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines
@@ -131,7 +131,7 @@ def plan(
         return _plan_naive(problem, config)
     if isinstance(config, TileConfig):
         return _plan_tile(problem, config, device)
-    if isinstance(config, MmaNarrowConfig | MmaWideConfig):
+    if isinstance(config, MmaConfig):
         return _plan_mma(problem, config, device)
     raise UnsupportedError(f"kernel {config.kernel!r} is not one of {', '.join(KERNELS)}.")
 
@@ -227,7 +227,7 @@ def mma_refusal(problem: Problem) -> str | None:
     return None
 
 
-def _plan_mma(problem: Problem, config: MmaNarrowConfig | MmaWideConfig, device: Device) -> Schedule:
+def _plan_mma(problem: Problem, config: MmaConfig, device: Device) -> Schedule:
     refusal = mma_refusal(problem)
     if refusal is not None:
         raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}. Use the kernel tile.")
