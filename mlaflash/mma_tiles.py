@@ -312,7 +312,7 @@ class MmaRolesConfig:
         return {"STAGES": self.stages, "SHARED_STEPS": self.shared_steps, "LOOKAHEAD": self.lookahead}
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
-        """Bytes of the ring, of a part of q, of two buffers of partial scores and of weights, and of the mask columns."""
+        """Bytes of the ring, a part of q, two buffers of partial scores and of weights, and the mask columns."""
         ring = self.stages * (TILE * _ROW_PITCH + 16)
         q = 4 * self.shared_steps * 1024
         exchange = 2 * 4 * 1024
