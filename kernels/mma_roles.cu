@@ -4,13 +4,13 @@
 //
 // Grid:   x = ceil(max_q_len * H / 64) row tiles, y = split, z = request.
 // Block:  384 threads: 4 score warps, 8 value warps.
-// Shared: STAGES * 18,704 + SHARED_STEPS * 4,096 + 13,264 bytes (struct Smem).
+// Shared: STAGES * 18,704 + SHARED_STEPS * 4,096 + 9,872 bytes (struct Smem).
 // Idea:   A score warp holds 32 rows x half of the dims of q, so that an operand of K feeds four products; the two
-// warps
-//         of a pair swap the partial scores of 16 rows each, and each of them weighs 16 rows. A value warp holds 64
-//         rows x 64 columns of the output, so that an operand of V feeds eight products and no two warps read the same
-//         one. Weights go from the former to the latter through shared memory, one tile ahead. Every scheduler has one
-//         score warp and two value warps, whose products fill the gaps that softmax and barriers leave.
+//         warps of a pair swap the partial scores of 16 rows each, and each of them weighs 16 rows. It does so for tile
+//         n - 1 between its products for tile n. A value warp holds 64 rows x 64 columns of the output, so that an
+//         operand of V feeds eight products and no two warps read the same one. Weights go from the former to the
+//         latter through shared memory. Every scheduler has one score warp and two value warps, whose products fill the
+//         gaps that are left. A stage of the ring is free as soon as its K is multiplied and its V is in registers.
 #include "mma.cuh"
 
 constexpr int SCORE_WARPS = 4;
@@ -29,34 +29,40 @@ constexpr int V_STEPS = DL / 16 / VALUE_WARPS;          // 16-column pieces of a
 constexpr int O_TILES = 2 * V_STEPS;                    // 8-column tiles of it
 constexpr int REGISTER_STEPS = K_STEPS - SHARED_STEPS;  // the rest of q comes from shared memory, tile by tile
 
-constexpr int LOADERS = VALUE_WARPS * WARP;                        // threads that copy q and KV
-constexpr int COPY_LANES = 16;                                     // lanes that copy one KV row
-constexpr int COPY_ROWS = TILE / (LOADERS / COPY_LANES);           // rows that such a half-warp copies
-constexpr int MASK_WORDS = 32;                                     // of mask columns, so tail_len <= 1,024
-constexpr int FRAGMENT_BYTES = WARP * 16;                          // a fragment of four registers, lane by lane
-constexpr int EXCHANGE_BUFFER = SCORE_WARPS * 2 * FRAGMENT_BYTES;  // partial scores of a tile
+constexpr int LOADERS = VALUE_WARPS * WARP;                   // threads that copy q and KV
+constexpr int COPY_LANES = 8;                                 // lanes that copy 128 bytes of a row at a time
+constexpr int COPIES = LATENT_BYTES / 2 / (COPY_LANES * 16);  // of a thread, in its half of a row's latent part
+constexpr int MASK_WORDS = 32;                                // of mask columns, so tail_len <= 1,024
+constexpr int FRAGMENT_BYTES = WARP * 16;                     // a fragment of four registers, lane by lane
 
-static_assert(SHARED_STEPS >= 0 && SHARED_STEPS <= K_STEPS, "steps of q in shared memory");
+// Steps of q K after which a score warp goes on with the tile before: it takes over the partner's scores, takes maxima,
+// looks whether a base rises, and stores the weights.
+constexpr int TAKE_AT = 3, MAXIMA_AT = 6, RAISE_AT = 8, STORE_AT = 13;
+
+static_assert(SHARED_STEPS >= 0 && SHARED_STEPS <= K_STEPS - STORE_AT, "steps of q in shared memory");
+static_assert(K_STEPS % (LOOKAHEAD + 1) == 0, "the buffers of K take turns across tiles");
 static_assert(STAGES >= ROW_TILES, "q passes through the ring, 16 rows a stage");
 
 struct Smem {
   static constexpr u32 RING = 0;                         // [STAGES]: tile [16][PITCH], before it q; mbarriers
-  static constexpr u32 Q = RING + STAGES * STAGE_BYTES;  // [SCORE_WARPS][SHARED_STEPS][2] fragments
-  static constexpr u32 EXCHANGE = Q + SCORE_WARPS * SHARED_STEPS * 2 * FRAGMENT_BYTES;  // [2][SCORE_WARPS][2] fragments
-  static constexpr u32 HANDOVER = EXCHANGE + 2 * EXCHANGE_BUFFER;                       // [2]: what follows below
-  static constexpr u32 WEIGHTS = 0;                                                     // [ROW_TILES] fragments
-  static constexpr u32 FACTORS = WEIGHTS + ROW_TILES * FRAGMENT_BYTES;                  // float32 [ROWS]
+  static constexpr u32 Q = RING + STAGES * STAGE_BYTES;  // [SHARED_STEPS][SCORE_WARPS][2] fragments
+  static constexpr u32 EXCHANGE = Q + SCORE_WARPS * SHARED_STEPS * 2 * FRAGMENT_BYTES;  // [SCORE_WARPS][2] fragments
+  static constexpr u32 WEIGHTS = EXCHANGE + SCORE_WARPS * 2 * FRAGMENT_BYTES;           // [ROW_TILES][2] fragments
+  static constexpr u32 HANDOVER = WEIGHTS + ROW_TILES * 2 * FRAGMENT_BYTES;             // [2]: what follows below
+  static constexpr u32 FACTORS = 0;                                                     // float32 [ROWS]
   static constexpr u32 RAISED = FACTORS + ROWS * 4;     // u32 [ROW_TILES] not 0: the factors of these rows count
   static constexpr u32 READY = RAISED + ROW_TILES * 4;  // mbarrier: the weights of a tile are there
   static constexpr u32 TAKEN = READY + 8;               // mbarrier: all value warps have them in registers
-  static constexpr u32 HANDOVER_BYTES = TAKEN + 8;
-  static constexpr u32 RECIPROCALS = HANDOVER + 2 * HANDOVER_BYTES;  // float32 [ROWS] of the sums of weights
-  static constexpr u32 COLUMNS = RECIPROCALS + ROWS * 4;             // u32 [MASK_WORDS] mask columns that any row sees
-  static constexpr u32 TAIL_BEGIN = COLUMNS + MASK_WORDS * 4;        // i32: the mask columns begin here
+  static constexpr u32 RECIPROCALS = HANDOVER + 2 * FRAGMENT_BYTES;  // float32 [ROWS] of the sums of weights
+  static constexpr u32 MASK = RECIPROCALS + ROWS * 4;          // u32 [ROWS] bit i: the row sees token i of the tile
+  static constexpr u32 COLUMNS = MASK + ROWS * 4;              // u32 [MASK_WORDS] mask columns that any row sees
+  static constexpr u32 TAIL_BEGIN = COLUMNS + MASK_WORDS * 4;  // i32: the mask columns begin here
+  static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;           // i32: every row sees every token before this one
+  static constexpr u32 PLAIN_END = MASKED_FROM + 4;            // i32: the same, and these tokens are in the cache
   static constexpr u32 BYTES = TAIL_BEGIN + 16;
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
-  static constexpr u32 EMPTY = FULL + 8;     // mbarrier: all value warps are done with it, and so the score warps
+  static constexpr u32 EMPTY = FULL + 8;     // mbarrier: all warps have read it
 };
 
 // --- turns ---------------------------------------------------------------------------------------------------------
@@ -72,74 +78,73 @@ DEVICE Turn next_turn(Turn t) {
   return {t.offset + BYTES, t.parity};
 }
 DEVICE Turn next_stage(Turn t) { return next_turn<STAGE_BYTES, STAGES>(t); }
-DEVICE Turn next_handover(Turn t) { return next_turn<Smem::HANDOVER_BYTES, 2>(t); }
+DEVICE Turn next_handover(Turn t) { return next_turn<FRAGMENT_BYTES, 2>(t); }
 
 // --- filling the ring: the value warps ------------------------------------------------------------------------------
 
-// Uniform.
+// Uniform, but for the row.
 struct Source {
-  u32 thread;       // of the loaders; not uniform
-  const u8* ids;    // the request's page ids
-  u32 id_bytes;     // of an id
-  i32 end;          // KV tokens of this block end here
-  i32 masked_from;  // every row sees every token of the tiles before the one that this token begins
-  i32 cached;       // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
-  i32 new_row;      // NEW_KV: the row of token 0, were it there
+  u32 row;  // of a tile, that this thread copies: half of its latent part, and some threads the rope part
+  u32 copies_rope;
+  i32 first_id;  // the request's page ids begin here; there are fewer than 2^31
+  i32 end;       // KV tokens of this block end here
+  i32 cached;    // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
+  i32 new_row;   // NEW_KV: the row of token 0, were it there
 };
 
-DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles) {
-  const int masked_from = min_int(max_int(first_masked_tile(p, r, rows), tiles.begin), tiles.end);
+// Every row sees every token of the block's tiles before the one that this token begins.
+DEVICE i32 masked_from(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles) {
+  return make_uniform(min_int(max_int(first_masked_tile(p, r, rows), tiles.begin), tiles.end) * TILE);
+}
+
+DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
+                          u32 smem) {
   Source s;
-  s.thread = keep_in_register(thread_idx() - SCORE_WARPS * WARP);
-  s.id_bytes = p.wide_ids ? 8 : 4;
-  const u64 ids = (u64)p.page_ids + r.id_begin * s.id_bytes;
-  s.ids = (const u8*)((u64)make_uniform((u32)(ids >> 32)) << 32 | make_uniform((u32)ids));
+  const u32 thread = thread_idx() - SCORE_WARPS * WARP, half = thread / (TILE * COPY_LANES);
+  s.row = keep_in_register(thread / COPY_LANES % TILE);
+  s.copies_rope = make_uniform(half == 0);
+  s.first_id = make_uniform((i32)r.id_begin);
   s.end = make_uniform(min_int(tiles.end * TILE, visible_end(p, r, rows.q_last)));
-  s.masked_from = make_uniform(masked_from * TILE);
   s.cached = NEW_KV ? make_uniform(r.kv_len - r.q_len) : 0;
   s.new_row = NEW_KV ? make_uniform(r.q_begin - (r.kv_len - r.q_len)) : 0;
   return s;
 }
 
-// The lane's part of a tile: some of the rows, and of each of them every 16th chunk of 16 bytes.
-struct Share {
-  u32 row, chunk;
-};
-DEVICE Share copy_share(u32 thread) { return {thread / COPY_LANES * COPY_ROWS, thread % COPY_LANES}; }
+// Where in a row the thread's first 16 bytes are. Computed anew for each tile, for want of a register.
+DEVICE u32 first_element() {
+  const u32 thread = thread_idx_anew() - SCORE_WARPS * WARP;
+  return (thread / (TILE * COPY_LANES) * (COPIES * COPY_LANES) + thread % COPY_LANES) * vector_width<KV_DTYPE>();
+}
 
 // Where a token's row is.
 struct Slot {
   i32 page, offset;  // id of the page, and the token's place in it
 };
 
-// The slots of the tokens of the tile that begins at `tile_token`, found one refill before they are used; of tokens
+// The slot of the thread's token of the tile that begins at `tile_token`, found one refill before it is used; of tokens
 // past the end, the last one's. The low word of a 64-bit id is enough: pools have fewer than 2^31 pages.
-DEVICE void find_slots(Slot (&slots)[COPY_ROWS], const VerifyParams& p, const Source& s, i32 tile_token) {
-  const i32 first = tile_token + copy_share(s.thread).row;
-#pragma unroll
-  for (int i = 0; i < COPY_ROWS; i++) {
-    const i32 token = min_int(first + i, s.end - 1);
-    if (NEW_KV && token >= s.cached) continue;
-    const u32 page = page_of(p, token);
-    slots[i].offset = token - page * p.page_size;
-    slots[i].page = (i32)ld_global_nc_u32(s.ids + page * s.id_bytes);
-  }
+DEVICE void find_slot(Slot& slot, const VerifyParams& p, const Source& s, i32 tile_token) {
+  const i32 token = min_int(tile_token + (i32)s.row, s.end - 1);
+  if (NEW_KV && token >= s.cached) return;
+  const u32 page = page_of(p, token);
+  slot.offset = token - page * p.page_size;
+  slot.page = (i32)ld_global_nc_u32((const u8*)mad_wide_i32(s.first_id + page, 4 << p.wide_ids, (i64)p.page_ids));
 }
 
-// The 16 bytes `chunk` of the latent and of the rope part of a token's row. Strides of pages and tokens fit 32 bits;
-// what they add up to does not.
-DEVICE KvRow source_chunk(const VerifyParams& p, const Source& s, i32 token, Slot slot, u32 chunk) {
-  const i64 element = chunk * vector_width<KV_DTYPE>();
-  if (NEW_KV && token >= s.cached) {
-    const i32 row = s.new_row + token;
-    return {element_ptr<KV_DTYPE>(p.new_kv_c, mad_wide_i32(row, (i32)p.new_kv_c_stride, element)),
-            element_ptr<KV_DTYPE>(p.new_k_pe, mad_wide_i32(row, (i32)p.new_k_pe_stride, element))};
-  }
+// From `element` of the latent and of the rope part of a token's row on. Strides of pages and tokens fit 32 bits; what
+// they add up to does not.
+DEVICE KvRow cached_row(const VerifyParams& p, Slot slot, u32 element) {
   const i64 c = mad_wide_i32(slot.offset, (i32)p.kv_c_stride_token, element);
   const u8* c_ptr = element_ptr<KV_DTYPE>(p.kv_c, mad_wide_i32(slot.page, (i32)p.kv_c_stride_page, c));
   if (!SPLIT_KV) return {c_ptr, c_ptr + LATENT_BYTES};
   const i64 pe = mad_wide_i32(slot.offset, (i32)p.k_pe_stride_token, element);
   return {c_ptr, element_ptr<KV_DTYPE>(p.k_pe, mad_wide_i32(slot.page, (i32)p.k_pe_stride_page, pe))};
+}
+DEVICE KvRow source_row(const VerifyParams& p, const Source& s, i32 token, Slot slot, u32 element) {
+  if (!NEW_KV || token < s.cached) return cached_row(p, slot, element);
+  const i32 row = s.new_row + token;
+  return {element_ptr<KV_DTYPE>(p.new_kv_c, mad_wide_i32(row, (i32)p.new_kv_c_stride, element)),
+          element_ptr<KV_DTYPE>(p.new_k_pe, mad_wide_i32(row, (i32)p.new_k_pe_stride, element))};
 }
 
 // Some row of the row tile sees the token. Others are zeros in the ring: their weight is 0, but 0 times a NaN is not.
@@ -149,36 +154,40 @@ DEVICE bool is_seen(const Source& s, u32 smem, i32 token) {
   return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
 }
 
-// The lane's part of copying the tile that begins at `tile_token`, and its arrival on the full barrier for when that
-// has landed.
-DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, i32 tile_token,
-                      const Slot (&slots)[COPY_ROWS]) {
-  const Share share = copy_share(s.thread);
-  const u32 stage = smem + Smem::RING + stage_offset;
-#pragma unroll
-  for (int i = 0; i < COPY_ROWS; i++) {
-    const i32 token = tile_token + share.row + i;
-    const u32 bytes = tile_token < s.masked_from || is_seen(s, smem, token) ? 16 : 0;
-    const KvRow row = source_chunk(p, s, token, slots[i], share.chunk);
-    const u32 dst = stage + (share.row + i) * PITCH + share.chunk * 16;
-#pragma unroll
-    for (int c = 0; c < LATENT_BYTES; c += COPY_LANES * 16) cp_async_16_zfill(dst + c, row.c + c, bytes);
-    if (share.chunk < DR * 2 / 16) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
-  }
-  cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
+DEVICE u32 destination(const Source& s, u32 smem, u32 stage_offset, u32 element) {
+  return keep_in_register(s.row) * PITCH + element * element_bytes<KV_DTYPE>() + smem + Smem::RING + stage_offset;
 }
 
-// Brings a tile's rows to the L2 cache while the ring is still full of q: one lane for each 128 bytes.
-DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token, const Slot (&slots)[COPY_ROWS]) {
-  constexpr u32 LINES = LATENT_BYTES / 128;
-  const Share share = copy_share(s.thread);
+// The thread's part of copying the tile that begins at `tile_token`, and its arrival on the full barrier for when that
+// has landed.
+DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, i32 tile_token, Slot slot) {
+  const i32 token = tile_token + s.row;
+  const u32 bytes = tile_token < (i32)ld_shared_u32(smem + Smem::MASKED_FROM) || is_seen(s, smem, token) ? 16 : 0;
+  const u32 element = first_element();
+  const KvRow row = source_row(p, s, token, slot, element);
+  const u32 dst = destination(s, smem, stage_offset, element);
 #pragma unroll
-  for (int i = 0; i < COPY_ROWS; i++) {
-    const i32 token = tile_token + share.row + i;
-    if (token >= s.end || share.chunk > LINES) continue;
-    const KvRow row = source_chunk(p, s, token, slots[i], share.chunk % LINES * 8);
-    prefetch_l2(share.chunk == LINES ? row.pe : row.c);
-  }
+  for (int i = 0; i < COPIES; i++) cp_async_16_zfill(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16, bytes);
+  if (s.copies_rope) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
+  cp_async_mbarrier_arrive_noinc(smem + Smem::RING + stage_offset + Smem::FULL);
+}
+
+// The same for a tile before plain_end, from `row` on.
+DEVICE void copy_plain_tile(const Source& s, u32 smem, u32 stage_offset, KvRow row, u32 element) {
+  const u32 dst = destination(s, smem, stage_offset, element);
+#pragma unroll
+  for (int i = 0; i < COPIES; i++) cp_async_16(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16);
+  if (s.copies_rope) cp_async_16(dst + LATENT_BYTES, row.pe);
+  cp_async_mbarrier_arrive_noinc(smem + Smem::RING + stage_offset + Smem::FULL);
+}
+
+// Brings a tile's rows to the L2 cache while the ring is still full of q: one thread for each 128 bytes.
+DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token, Slot slot) {
+  const i32 token = tile_token + s.row;
+  const u32 line = first_element() / vector_width<KV_DTYPE>() % COPY_LANES;
+  if (token >= s.end || (!s.copies_rope && line > 0)) return;
+  const KvRow row = source_row(p, s, token, slot, s.copies_rope ? line * (128 / element_bytes<KV_DTYPE>()) : 0);
+  prefetch_l2(s.copies_rope ? row.c : row.pe);
 }
 
 // Starts the copies of q, 16 rows a stage. Rows past the last one are zeros.
@@ -204,31 +213,35 @@ DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
 
 // Of a score warp. Row tile 0 is its own one, row tile 1 its partner's.
 struct Scorer {
-  u32 q[REGISTER_STEPS][2][4];  // A fragments of its half of the dims, from step SHARED_STEPS on
+  u32 q[REGISTER_STEPS][2][4];  // A fragments of its half of the dims, but for the last SHARED_STEPS steps
   Softmax softmax;              // of its own row tile
   u32 keys;                     // address of the lane's ldmatrix row in stage 0
-  u32 fragments;                // the lane's place in fragment 0 of the block
-  float scale;                  // of the exponents; uniform
-  u32 warp;                     // uniform
+  u32 fragments;                // the lane's place in the warp's first pair of fragments, were they at 0
+  bool is_first_lane;
+  float scale;  // of the exponents; uniform
+  u32 warp;     // uniform
 };
 
 DEVICE void init_barriers(u32 smem) {
   if (thread_idx() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, LOADERS);
-    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, VALUE_WARPS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SCORE_WARPS + VALUE_WARPS);
   }
   for (int i = 0; i < 2; i++) {
-    mbarrier_init(smem + Smem::HANDOVER + i * Smem::HANDOVER_BYTES + Smem::READY, SCORE_WARPS);
-    mbarrier_init(smem + Smem::HANDOVER + i * Smem::HANDOVER_BYTES + Smem::TAKEN, VALUE_WARPS);
+    mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::READY, SCORE_WARPS);
+    mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::TAKEN, VALUE_WARPS);
   }
 }
 
 // For is_seen(): where the mask columns begin, and which of them any row of the row tile sees.
-DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTile& rows, u32 smem) {
+DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTile& rows, i32 masked, u32 smem) {
   const bool is_tree = p.mask_mode == MASK_TREE;
   const int word = thread_idx();
   if (word == 0) st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : r.kv_len);
+  if (word == 1) st_shared_u32(smem + Smem::MASKED_FROM, masked);
+  if (word == 2)
+    st_shared_u32(smem + Smem::PLAIN_END, NEW_KV ? min_int(masked, (r.kv_len - r.q_len) / TILE * TILE) : masked);
   if (!is_tree || word >= MASK_WORDS) return;
   u32 seen = 0;
   for (int q = rows.q_first; q <= rows.q_last; q++) seen |= tree_word(p, q, word);
@@ -236,10 +249,10 @@ DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTi
 }
 
 DEVICE u32 q_in_shared(const Scorer& s, int step, int row_tile) {
-  return s.fragments + Smem::Q + ((s.warp * SHARED_STEPS + step) * 2 + row_tile) * FRAGMENT_BYTES;
+  return s.fragments + Smem::Q + ((step - REGISTER_STEPS) * SCORE_WARPS * 2 + row_tile) * FRAGMENT_BYTES;
 }
 
-// The first steps of q stay in shared memory, where the lane that writes them is the one that reads them.
+// The last steps of q stay in shared memory, where the lane that writes them is the one that reads them.
 DEVICE void load_q(const VerifyParams& p, u32 smem, Scorer& s) {
   const int lane = lane_idx();
   const u32 addr = smem + Smem::RING + s.warp % 2 * (ROW_BYTES / 2) + lane % 16 * PITCH + lane / 16 * 16;
@@ -251,73 +264,104 @@ DEVICE void load_q(const VerifyParams& p, u32 smem, Scorer& s) {
       ldmatrix_x4(q, addr + (s.warp ^ m) * STAGE_BYTES + k * 32);
 #pragma unroll
       for (int i = 0; i < 4; i++) q[i] = fold_scale_sign(p, q[i]);
-      if (k < SHARED_STEPS) {
+      if (k >= REGISTER_STEPS) {
         st_shared_u32x4(q_in_shared(s, k, m), {q[0], q[1], q[2], q[3]});
       } else {
 #pragma unroll
-        for (int i = 0; i < 4; i++) s.q[k < SHARED_STEPS ? 0 : k - SHARED_STEPS][m][i] = q[i];
+        for (int i = 0; i < 4; i++) s.q[k < REGISTER_STEPS ? k : 0][m][i] = q[i];
       }
     }
 }
 
-// Partial scores of 2 x 16 rows and 16 tokens, over half of the dims.
-DEVICE void multiply_q_k(float (&s)[2][2][4], const Scorer& scorer, u32 keys) {
+// What a score warp's next products take from shared memory.
+struct Operands {
   u32 k[LOOKAHEAD + 1][4];
+  u32 q[2][2][4];
+};
+
+// Of step i of the tile at `keys`; steps from K_STEPS on are the first ones of the tile at `next_keys`.
+DEVICE void load_keys(Operands& operands, u32 keys, u32 next_keys, int i) {
+  ldmatrix_x4(operands.k[i % (LOOKAHEAD + 1)], i < K_STEPS ? keys + i * 32 : next_keys + (i - K_STEPS) * 32);
+}
+
+DEVICE void load_shared_q(Operands& operands, const Scorer& scorer, int i) {
+  if (i < REGISTER_STEPS || i >= K_STEPS) return;
 #pragma unroll
-  for (int i = 0; i < LOOKAHEAD; i++) ldmatrix_x4(k[i], keys + i * 32);
+  for (int m = 0; m < 2; m++) {
+    const u32x4 q = ld_shared_u32x4(q_in_shared(scorer, i, m));
+    u32(&a)[4] = operands.q[i % 2][m];
+    a[0] = q.x, a[1] = q.y, a[2] = q.z, a[3] = q.w;
+  }
+}
+
+// Steps [FROM, TO) of the partial scores of 2 x 16 rows and 16 tokens, over half of the dims.
+template <int FROM, int TO>
+DEVICE void multiply_q_k(float (&s)[2][2][4], const Scorer& scorer, Operands& operands, u32 keys, u32 next_keys) {
 #pragma unroll
-  for (int i = 0; i < K_STEPS; i++) {
-    if (i + LOOKAHEAD < K_STEPS) ldmatrix_x4(k[(i + LOOKAHEAD) % (LOOKAHEAD + 1)], keys + (i + LOOKAHEAD) * 32);
-    const u32(&b)[4] = k[i % (LOOKAHEAD + 1)];
+  for (int i = FROM; i < TO; i++) {
+    load_keys(operands, keys, next_keys, i + LOOKAHEAD);
+    load_shared_q(operands, scorer, i + 1);
+    const u32(&b)[4] = operands.k[i % (LOOKAHEAD + 1)];
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
-      u32 a[4];
-      if (i < SHARED_STEPS) {
-        const u32x4 q = ld_shared_u32x4(q_in_shared(scorer, i, m));
-        a[0] = q.x, a[1] = q.y, a[2] = q.z, a[3] = q.w;
-      } else {
-#pragma unroll
-        for (int r = 0; r < 4; r++) a[r] = scorer.q[i < SHARED_STEPS ? 0 : i - SHARED_STEPS][m][r];
-      }
+    for (int m = 1; m >= 0; m--) {
+      const u32(&shared)[4] = operands.q[i % 2][m];
+      const u32(&a)[4] = i < REGISTER_STEPS ? scorer.q[i < REGISTER_STEPS ? i : 0][m] : shared;
       mma_16x8x16(s[m][0], a, b[0], b[1]);
       mma_16x8x16(s[m][1], a, b[2], b[3]);
     }
   }
 }
 
-// Gives the partner the partial scores of its rows, and completes those of the warp's own.
-DEVICE void exchange_scores(float (&s)[2][2][4], const Scorer& scorer, u32 exchange) {
-  const u32 buffer = scorer.fragments + Smem::EXCHANGE + exchange;
+// The exchange of a pair. Named barriers, each one with a warp that arrives and a partner that waits.
+DEVICE int given_barrier(u32 warp) { return 1 + warp; }  // the warp's scores of its partner's rows are there
+DEVICE int taken_barrier(u32 warp) { return 1 + SCORE_WARPS + warp; }  // the warp has read what its partner gave
+
+DEVICE void give_scores(const float (&s)[2][4], const Scorer& scorer) {
+  // Orders the partner's reads of the tile before this one before the writes.
+  named_barrier_sync(taken_barrier(scorer.warp ^ 1), 2 * WARP);
+  const bool is_odd = keep_in_register(scorer.warp) & 1;  // computed anew for each tile, for want of a register
+  const u32 partner = scorer.fragments + (is_odd ? 0 : 4 * FRAGMENT_BYTES) - 2 * FRAGMENT_BYTES;
 #pragma unroll
   for (int n = 0; n < 2; n++)
-    st_shared_f32x4(buffer + ((scorer.warp ^ 1) * 2 + n) * FRAGMENT_BYTES,
-                    f32x4{s[1][n][0], s[1][n][1], s[1][n][2], s[1][n][3]});
-  // Orders this tile's partial scores before the reads of them below, and, as the buffers alternate, the reads of the
-  // tile before this one before the next tile's writes to the same buffer.
-  named_barrier_sync(1 + scorer.warp / 2, 2 * WARP);
+    st_shared_f32x4(partner + Smem::EXCHANGE + n * FRAGMENT_BYTES, f32x4{s[n][0], s[n][1], s[n][2], s[n][3]});
+  named_barrier_arrive(given_barrier(scorer.warp), 2 * WARP);  // orders the writes before the partner's reads
+}
+
+DEVICE void take_scores(float (&s)[2][4], const Scorer& scorer) {
+  named_barrier_sync(given_barrier(scorer.warp ^ 1), 2 * WARP);  // orders the partner's writes before the reads
 #pragma unroll
   for (int n = 0; n < 2; n++) {
-    const f32x4 x = ld_shared_f32x4(buffer + (scorer.warp * 2 + n) * FRAGMENT_BYTES);
-    s[0][n][0] += x.x, s[0][n][1] += x.y, s[0][n][2] += x.z, s[0][n][3] += x.w;
+    const f32x4 x = ld_shared_f32x4(scorer.fragments + Smem::EXCHANGE + n * FRAGMENT_BYTES);
+    s[n][0] += x.x, s[n][1] += x.y, s[n][2] += x.z, s[n][3] += x.w;
   }
 }
 
-// Only tiles at the end of what the rows see come here, so the request is read again instead of kept in registers.
-DEVICE void mask_tile(const VerifyParams& p, float (&s)[2][4], i32 token) {
+// Leaves in shared memory, where the same lanes find it, which tokens of a tile the warp's rows see. Only tiles at the
+// end of what the rows see come here, so the request is read again instead of kept in registers; and it is done before
+// the tile's softmax, when more of those are free.
+DEVICE void find_mask(const VerifyParams& p, u32 smem, i32 token) {
   const Request r = load_request(p, block_idx_z());
   const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
   const int thread = thread_idx_anew();
-  const int row = rows.first + thread / WARP * 16 + thread % WARP / 4;
-  u32 bits[2];
+  if (thread % 4 != 0) return;
 #pragma unroll
-  for (int h = 0; h < 2; h++)
-    bits[h] = visible_bits(p, r, min_int(r.q_begin + (row + 8 * h) / p.num_heads, rows.q_last), token);
-  mask_scores(s, bits);
+  for (int h = 0; h < 2; h++) {
+    const int row = thread / WARP * 16 + thread % WARP / 4 + 8 * h;
+    const int q = min_int(r.q_begin + (rows.first + row) / p.num_heads, rows.q_last);
+    st_shared_u32(smem + Smem::MASK + row * 4, visible_bits(p, r, q, token));
+  }
+}
+
+DEVICE void mask_tile(float (&s)[2][4], u32 smem) {
+  const int thread = thread_idx_anew();
+  const u32 mask = smem + Smem::MASK + (thread / WARP * 16 + thread % WARP / 4) * 4;
+  const u32 bits[2] = {ld_shared_u32(mask), ld_shared_u32(mask + 32)};
+  mask_scores(s, bits, thread % WARP);
 }
 
 // Moves the bases of the lane's two rows up to the maxima, and publishes what that makes of the output so far.
 DEVICE void raise_bases(Softmax& softmax, const float (&maxima)[2], u32 factors) {
-  const int lane = lane_idx();
+  const int lane = thread_idx_anew() % WARP;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const float base = max_f32(softmax.base[h], max_over_row(maxima[h]));
@@ -328,37 +372,32 @@ DEVICE void raise_bases(Softmax& softmax, const float (&maxima)[2], u32 factors)
   }
 }
 
-// Scores of a tile to weights, for the value warps.
-DEVICE void hand_over(float (&s)[2][4], Scorer& scorer, u32 smem, Turn turn) {
-  const u32 buffer = smem + Smem::HANDOVER + turn.offset;
-  Softmax& softmax = scorer.softmax;
-  float maxima[2];
+DEVICE void find_maxima(float (&maxima)[2], const float (&s)[2][4], float scale) {
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    maxima[h] = scorer.scale * max_f32(max_f32(s[0][2 * h], s[0][2 * h + 1]), max_f32(s[1][2 * h], s[1][2 * h + 1]));
-  const bool raised =
-      warp_any(maxima[0] > softmax.base[0] + RESCALE_ABOVE || maxima[1] > softmax.base[1] + RESCALE_ABOVE);
-  // Orders the value warps' reads of the weights of two tiles ago before this tile's writes.
-  mbarrier_wait(buffer + Smem::TAKEN, turn.parity ^ 1);
-  if (raised) raise_bases(softmax, maxima, buffer + Smem::FACTORS + scorer.warp * 64);
-  u32 weights[4];
+    maxima[h] = scale * max_f32(max_f32(s[0][2 * h], s[0][2 * h + 1]), max_f32(s[1][2 * h], s[1][2 * h + 1]));
+}
+
+DEVICE void weigh(u32 (&weights)[4], const float (&s)[2][4], Scorer& scorer) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const float base = finite_base(softmax.base[h]);
+    const float base = finite_base(scorer.softmax.base[h]);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       const float a = ex2(fma_f32(s[n][2 * h], scorer.scale, -base));
       const float b = ex2(fma_f32(s[n][2 * h + 1], scorer.scale, -base));
-      softmax.sum[h] += a + b;
+      scorer.softmax.sum[h] += a + b;
       weights[2 * n + h] = pack_elements<Q_DTYPE>(a, b);
     }
   }
-  st_shared_u32x4(scorer.fragments + Smem::HANDOVER + turn.offset + Smem::WEIGHTS + scorer.warp * FRAGMENT_BYTES,
-                  {weights[0], weights[1], weights[2], weights[3]});
-  const bool is_first_lane = lane_idx() == 0;
-  if (is_first_lane) st_shared_u32(buffer + Smem::RAISED + scorer.warp * 4, raised);
+}
+
+DEVICE void hand_over(const u32 (&weights)[4], bool raised, const Scorer& scorer, u32 smem, u32 turn_offset) {
+  const u32 buffer = smem + Smem::HANDOVER + turn_offset;
+  st_shared_u32x4(scorer.fragments + Smem::WEIGHTS + turn_offset, {weights[0], weights[1], weights[2], weights[3]});
+  if (scorer.is_first_lane) st_shared_u32(buffer + Smem::RAISED + scorer.warp * 4, raised);
   warp_sync();  // orders the lanes' writes before the arrival
-  if (is_first_lane) mbarrier_arrive(buffer + Smem::READY);
+  if (scorer.is_first_lane) mbarrier_arrive(buffer + Smem::READY);
 }
 
 // The reciprocal sums for the value warps; the lse to where it belongs.
@@ -379,38 +418,97 @@ DEVICE void finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem)
   }
 }
 
+struct Progress {
+  Turn stage;  // of tile n
+  Turn turn;   // of the hand-over of tile n - 1
+  i32 token;   // the first one of tile n
+};
+
+// Products for tile n, and meanwhile the scores of tile n - 1 to weights: `own` are the warp's partial scores of its
+// own rows, before of tile n - 1 and then of tile n.
+template <bool PRODUCTS, bool WEIGHTS>
+DEVICE void score_step(const VerifyParams& p, i32 end, Scorer& scorer, Operands& operands, float (&own)[2][4],
+                       Progress& at, u32 smem) {
+  float s[2][2][4] = {};
+  const u32 ring = smem + Smem::RING;
+  const u32 keys = scorer.keys + at.stage.offset;
+  const u32 handover = smem + Smem::HANDOVER + at.turn.offset;
+  if (PRODUCTS) multiply_q_k<0, TAKE_AT>(s, scorer, operands, keys, 0);
+  if (WEIGHTS) take_scores(own, scorer);
+  if (PRODUCTS && WEIGHTS) named_barrier_arrive(taken_barrier(scorer.warp), 2 * WARP);
+  if (PRODUCTS) multiply_q_k<TAKE_AT, MAXIMA_AT>(s, scorer, operands, keys, 0);
+  float maxima[2];
+  bool raised = false;
+  if (WEIGHTS) {
+    const i32 masked_from = ld_shared_u32(smem + Smem::MASKED_FROM);
+    soft_cap(p, own);
+    if (at.token - TILE >= masked_from) mask_tile(own, smem);
+    find_maxima(maxima, own, scorer.scale);
+    const Softmax& softmax = scorer.softmax;
+    raised = warp_any(maxima[0] > softmax.base[0] + RESCALE_ABOVE || maxima[1] > softmax.base[1] + RESCALE_ABOVE);
+  }
+  if (PRODUCTS) multiply_q_k<MAXIMA_AT, RAISE_AT>(s, scorer, operands, keys, 0);
+  u32 weights[4];
+  if (WEIGHTS) {
+    // Orders the value warps' reads of the weights of two tiles ago before the writes.
+    mbarrier_wait(handover + Smem::TAKEN, at.turn.parity ^ 1);
+    if (raised) raise_bases(scorer.softmax, maxima, handover + Smem::FACTORS + scorer.warp * 64);
+    weigh(weights, own, scorer);
+  }
+  if (PRODUCTS) multiply_q_k<RAISE_AT, STORE_AT>(s, scorer, operands, keys, 0);
+  if (WEIGHTS) hand_over(weights, raised, scorer, smem, at.turn.offset);
+  if (!PRODUCTS) return;
+  multiply_q_k<STORE_AT, K_STEPS - LOOKAHEAD>(s, scorer, operands, keys, 0);
+  const bool has_next = at.token + TILE < end;
+  const Turn next = has_next ? next_stage(at.stage) : at.stage;  // of the last tile, the same operands again
+  if (has_next) mbarrier_wait(ring + next.offset + Smem::FULL, next.parity);  // orders the copies before the reads
+  multiply_q_k<K_STEPS - LOOKAHEAD, K_STEPS>(s, scorer, operands, keys, scorer.keys + next.offset);
+  warp_sync();  // orders the lanes' reads of the tile before the arrival, on which its refill waits
+  if (scorer.is_first_lane) mbarrier_arrive(ring + at.stage.offset + Smem::EMPTY);
+  if (at.token >= (i32)ld_shared_u32(smem + Smem::MASKED_FROM)) {
+    find_mask(p, smem, at.token);
+    warp_sync();  // orders the writes before the reads of a step later
+  }
+  give_scores(s[1], scorer);
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) own[n][e] = s[0][n][e];
+  at.stage = next, at.token += TILE;
+  if (WEIGHTS) at.turn = next_handover(at.turn);
+}
+
 DEVICE void score_tiles(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& range,
                         u32 smem) {
-  const Source source = make_source(p, r, rows, range);
   Scorer scorer;
   const int lane = lane_idx();
   scorer.warp = make_uniform(warp_idx());
   scorer.scale = as_f32(make_uniform(as_u32(exponent_scale(p))));
-  scorer.fragments = keep_in_register(smem + lane * 16);
+  scorer.fragments = keep_in_register(smem + (lane + scorer.warp * 2 * WARP) * 16);
+  scorer.is_first_lane = lane == 0;
   // Matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the B
   // fragments of the two token octets, in neighbouring registers as the tensor cores want them.
   scorer.keys = keep_in_register(smem + Smem::RING + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 +
                                  scorer.warp % 2 * (ROW_BYTES / 2));
   scorer.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
   init_barriers(smem);
-  publish_columns(p, r, rows, smem);
+  publish_columns(p, r, rows, masked_from(p, r, rows, range), smem);
   block_sync();  // orders the barriers' initialisation, the mask columns and the copies of q before their uses
   load_q(p, smem, scorer);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 
-  Turn stage = {0, 0}, turn = {0, 0};
-  u32 exchange = 0;
+  const i32 end = make_uniform(min_int(range.end * TILE, visible_end(p, r, rows.q_last)));
+  Progress at = {{0, 0}, {0, 0}, (i32)make_uniform(range.begin * TILE)};
+  Operands operands;
+  float own[2][4];
+  named_barrier_arrive(taken_barrier(scorer.warp), 2 * WARP);  // the first tile's scores need not wait
+  mbarrier_wait(smem + Smem::RING + Smem::FULL, 0);            // orders the first tile's copies before its reads
+#pragma unroll
+  for (int i = 0; i < LOOKAHEAD; i++) load_keys(operands, scorer.keys, scorer.keys, i);
+  score_step<true, false>(p, end, scorer, operands, own, at, smem);
 #pragma unroll 1
-  for (i32 token = make_uniform(range.begin * TILE); token < source.end; token += TILE) {
-    float s[2][2][4] = {};
-    mbarrier_wait(smem + Smem::RING + stage.offset + Smem::FULL, stage.parity);  // orders the copies before the reads
-    multiply_q_k(s, scorer, scorer.keys + stage.offset);
-    exchange_scores(s, scorer, exchange);
-    soft_cap(p, s[0]);
-    if (token >= source.masked_from) mask_tile(p, s[0], token);
-    hand_over(s[0], scorer, smem, turn);
-    stage = next_stage(stage), turn = next_handover(turn), exchange ^= EXCHANGE_BUFFER;
-  }
+  while (at.token < end) score_step<true, true>(p, end, scorer, operands, own, at, smem);
+  score_step<false, true>(p, end, scorer, operands, own, at, smem);
   finish_scores(p, scorer, smem);
   block_sync();  // orders the reciprocal sums before the value warps' reads
 }
@@ -424,44 +522,33 @@ struct Output {
 DEVICE void rescale_rows(float (&o)[O_TILES][4], u32 factors) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const float factor = ld_shared_f32(factors + (lane_idx() / 4 + 8 * h) * 4);
+    const float factor = ld_shared_f32(factors + (thread_idx_anew() % WARP / 4 + 8 * h) * 4);
 #pragma unroll
     for (int i = 0; i < O_TILES; i++) o[i][2 * h] *= factor, o[i][2 * h + 1] *= factor;
   }
 }
 
-// The weights of a tile, and the output brought to their bases.
-DEVICE void take_over(u32 (&weights)[ROW_TILES][4], Output& output, u32 smem, u32 lane, Turn turn) {
-  const u32 buffer = smem + Smem::HANDOVER + turn.offset;
-  mbarrier_wait(buffer + Smem::READY, turn.parity);  // orders the score warps' writes before the reads
-#pragma unroll
-  for (int m = 0; m < ROW_TILES; m++) {
-    const u32x4 x = ld_shared_u32x4(buffer + Smem::WEIGHTS + m * FRAGMENT_BYTES + lane * 16);
-    weights[m][0] = x.x, weights[m][1] = x.y, weights[m][2] = x.z, weights[m][3] = x.w;
-  }
-  const u32x4 raised = ld_shared_u32x4(buffer + Smem::RAISED);
-  if (warp_any(raised.x | raised.y | raised.z | raised.w)) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; m++)
-      if (m == 0 ? raised.x : m == 1 ? raised.y : m == 2 ? raised.z : raised.w)
-        rescale_rows(output.o[m], buffer + Smem::FACTORS + m * 64);
-  }
-  warp_sync();  // orders the lanes' reads before the arrival
-  if (lane == 0) mbarrier_arrive(buffer + Smem::TAKEN);
+DEVICE void load_weights(u32 (&weights)[4], u32 fragments, int row_tile) {
+  const u32x4 x = ld_shared_u32x4(fragments + Smem::WEIGHTS + row_tile * 2 * FRAGMENT_BYTES);
+  weights[0] = x.x, weights[1] = x.y, weights[2] = x.z, weights[3] = x.w;
 }
 
-DEVICE void multiply_p_v(Output& output, const u32 (&weights)[ROW_TILES][4], u32 values) {
-  u32 v[2][4];
-  ldmatrix_x4_trans(v[0], values);
+// Brings the output to the bases of the weights, which hardly ever differ from those of the tile before.
+DEVICE void rescale_output(Output& output, u32x4 raised, u32 handover) {
+  if (!(raised.x | raised.y | raised.z | raised.w)) return;
 #pragma unroll
-  for (int i = 0; i < V_STEPS; i++) {
-    if (i + 1 < V_STEPS) ldmatrix_x4_trans(v[(i + 1) % 2], values + (i + 1) * 32);
-    const u32(&b)[4] = v[i % 2];
+  for (int m = 0; m < ROW_TILES; m++)
+    if (m == 0 ? raised.x : m == 1 ? raised.y : m == 2 ? raised.z : raised.w)
+      rescale_rows(output.o[m], handover + Smem::FACTORS + m * 64);
+}
+
+// Column pieces [FROM, TO) of one row tile.
+template <int FROM, int TO>
+DEVICE void multiply_p_v(float (&o)[O_TILES][4], const u32 (&weights)[4], const u32 (&v)[V_STEPS][4]) {
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) {
-      mma_16x8x16(output.o[m][2 * i], weights[m], b[0], b[1]);
-      mma_16x8x16(output.o[m][2 * i + 1], weights[m], b[2], b[3]);
-    }
+  for (int i = FROM; i < TO; i++) {
+    mma_16x8x16(o[2 * i], weights, v[i][0], v[i][1]);
+    mma_16x8x16(o[2 * i + 1], weights, v[i][2], v[i][3]);
   }
 }
 
@@ -489,18 +576,19 @@ DEVICE void finish_values(const VerifyParams& p, const Output& output, u32 smem)
 DEVICE void value_tiles(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& range,
                         u32 smem) {
   constexpr int AHEAD = STAGES;
-  const Source source = make_source(p, r, rows, range);
-  const u32 lane = keep_in_register(lane_idx());
+  const Source source = make_source(p, r, rows, range, smem);
+  const u32 lane = lane_idx();
+  const u32 fragments = keep_in_register(smem + lane * 16);
   // Transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
   const u32 values = keep_in_register(smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 +
                                       (warp_idx() - SCORE_WARPS) * (LATENT_BYTES / VALUE_WARPS));
   i32 token = make_uniform(range.begin * TILE);
-  Slot slots[COPY_ROWS] = {};  // of the next tile to copy
+  Slot slot = {};  // of the next tile to copy
   {
-    Slot first[AHEAD][COPY_ROWS] = {};
+    Slot first[AHEAD] = {};
     copy_q(p, rows, smem);
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) find_slots(first[i], p, source, token + i * TILE);
+    for (int i = 0; i < AHEAD; i++) find_slot(first[i], p, source, token + i * TILE);
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) prefetch_tile(p, source, token + i * TILE, first[i]);
     cp_async_wait_all();
@@ -509,7 +597,7 @@ DEVICE void value_tiles(const VerifyParams& p, const Request& r, const RowTile& 
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
       if (token + i * TILE < source.end) copy_tile(p, source, smem, i * STAGE_BYTES, token + i * TILE, first[i]);
-    find_slots(slots, p, source, token + AHEAD * TILE);
+    find_slot(slot, p, source, token + AHEAD * TILE);
   }
   Output output;
 #pragma unroll
@@ -521,19 +609,44 @@ DEVICE void value_tiles(const VerifyParams& p, const Request& r, const RowTile& 
   Turn stage = {0, 0}, turn = {0, 0};
 #pragma unroll 1
   while (true) {
-    u32 weights[ROW_TILES][4];
-    take_over(weights, output, smem, lane, turn);
-    multiply_p_v(output, weights, values + stage.offset);
-    warp_sync();  // orders the lanes' reads of the tile before the arrival, on which the refill waits
-    const u32 empty = smem + Smem::RING + stage.offset + Smem::EMPTY;
-    if (lane == 0) mbarrier_arrive(empty);
+    const u32 full = smem + Smem::RING + stage.offset + Smem::FULL, empty = full + Smem::EMPTY - Smem::FULL;
+    const u32 handover = smem + Smem::HANDOVER + turn.offset;
+    u32 v[V_STEPS][4], weights[2][4];
+    mbarrier_wait(full, stage.parity);  // orders the copies before the reads
+#pragma unroll
+    for (int i = 0; i < V_STEPS; i++) ldmatrix_x4_trans(v[i], values + stage.offset + i * 32);
+    mbarrier_wait(handover + Smem::READY, turn.parity);  // orders the score warps' writes before the reads
+    const u32x4 raised = ld_shared_u32x4(handover + Smem::RAISED);
+    load_weights(weights[0], fragments + turn.offset, 0);
+    load_weights(weights[1], fragments + turn.offset, 1);
+    rescale_output(output, raised, handover);
+    warp_sync();  // orders the lanes' reads of the tile before the arrival, on which its refill waits
+    if (fragments == smem) mbarrier_arrive(empty);
+    multiply_p_v<0, V_STEPS>(output.o[0], weights[0], v);
+    load_weights(weights[0], fragments + turn.offset, 2);
+    multiply_p_v<0, V_STEPS>(output.o[1], weights[1], v);
+    load_weights(weights[1], fragments + turn.offset, 3);
+    warp_sync();  // orders the lanes' reads of the weights before the arrival
+    if (fragments == smem) mbarrier_arrive(handover + Smem::TAKEN);
     // The stage takes the tile that is STAGES ahead. What is copied is also waited for, so no copy is in flight when
     // the block ends.
     const i32 tile_token = token + STAGES * TILE;
-    if (tile_token < source.end) {
-      mbarrier_wait(empty, stage.parity);  // orders every value warp's reads of the tile before the copies over it
-      copy_tile(p, source, smem, stage.offset, tile_token, slots);
-      find_slots(slots, p, source, tile_token + TILE);
+    const u32 element = first_element();
+    const KvRow row = cached_row(p, slot, element);
+    const i32 plain_end = ld_shared_u32(smem + Smem::PLAIN_END);
+    if (tile_token < source.end) mbarrier_wait(empty, stage.parity);  // orders all reads of the tile before the copies
+    if (tile_token < plain_end) {
+      copy_plain_tile(source, smem, stage.offset, row, element);
+      multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
+      find_slot(slot, p, source, tile_token + TILE);
+      multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
+    } else {
+      multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
+      multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
+      if (tile_token < source.end) {
+        copy_tile(p, source, smem, stage.offset, tile_token, slot);
+        find_slot(slot, p, source, tile_token + TILE);
+      }
     }
     token += TILE;
     if (token >= source.end) break;

@@ -277,18 +277,18 @@ class MmaRolesConfig:
     """
 
     stages: int = 4
-    shared_steps: int = 3
-    lookahead: int = 2
+    shared_steps: int = 4
+    lookahead: int = 1
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
         if self.stages < 4:
             raise TileError(f"stages is {self.stages}; it must be at least 4, because q passes through them. Use 4.")
-        if not 0 <= self.shared_steps <= 18:
-            raise TileError(f"shared_steps is {self.shared_steps}; a score warp has 18 steps. Use 3.")
-        if self.lookahead not in (1, 2, 3):
-            raise TileError(f"lookahead is {self.lookahead}; it must be 1, 2 or 3. Use 2.")
+        if not 0 <= self.shared_steps <= 5:
+            raise TileError(f"shared_steps is {self.shared_steps}; it must be 0 to 5. Use 4.")
+        if self.lookahead not in (1, 2):
+            raise TileError(f"lookahead is {self.lookahead}; it must be 1 or 2. Use 1.")
         if self.nsplit is not None:
             object.__setattr__(self, "nsplit", integer("nsplit", self.nsplit, 1))
 
@@ -312,12 +312,12 @@ class MmaRolesConfig:
         return {"STAGES": self.stages, "SHARED_STEPS": self.shared_steps, "LOOKAHEAD": self.lookahead}
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
-        """Bytes of the ring, a part of q, two buffers of partial scores and of weights, and the mask columns."""
+        """Bytes of the ring, a part of q, partial scores, two buffers of weights, and the mask columns."""
         ring = self.stages * (TILE * _ROW_PITCH + 16)
         q = 4 * self.shared_steps * 1024
-        exchange = 2 * 4 * 1024
-        handover = 2 * (4 * 512 + 64 * 4 + 16 + 16)
-        return ring + q + exchange + handover + 64 * 4 + MAX_TAIL_LEN // 8 + 16
+        exchange = 4 * 1024
+        handover = 2 * (4 * 512 + 512)
+        return ring + q + exchange + handover + 2 * 64 * 4 + MAX_TAIL_LEN // 8 + 16
 
     def as_dict(self) -> dict[str, int]:
         """Return the constants, and `nsplit` where it is set."""

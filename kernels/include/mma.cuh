@@ -77,8 +77,8 @@ DEVICE u32 visible_bits(const VerifyParams& p, const Request& r, int q, int firs
 }
 
 // Scores of invisible tokens become -inf; bits[h] are the visible_bits of the lane's half h.
-DEVICE void mask_scores(float (&s)[2][4], const u32 (&bits)[2]) {
-  const int column = lane_idx() % 4 * 2;
+DEVICE void mask_scores(float (&s)[2][4], const u32 (&bits)[2], int lane = lane_idx()) {
+  const int column = lane % 4 * 2;
 #pragma unroll
   for (int n = 0; n < 2; n++)
 #pragma unroll
