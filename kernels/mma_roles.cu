@@ -59,6 +59,7 @@ struct Smem {
   static constexpr u32 TAIL_BEGIN = COLUMNS + MASK_WORDS * 4;  // i32: the mask columns begin here
   static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;           // i32: every row sees every token before this one
   static constexpr u32 PLAIN_END = MASKED_FROM + 4;            // i32: the same, and these tokens are in the cache
+  static constexpr u32 FIRST_ID = PLAIN_END + 4;               // i32: the request's page ids begin here
   static constexpr u32 BYTES = TAIL_BEGIN + 16;
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
@@ -84,12 +85,10 @@ DEVICE Turn next_handover(Turn t) { return next_turn<FRAGMENT_BYTES, 2>(t); }
 
 // Uniform, but for the row.
 struct Source {
-  u32 row;  // of a tile, that this thread copies: half of its latent part, and some threads the rope part
-  u32 copies_rope;
-  i32 first_id;  // the request's page ids begin here; there are fewer than 2^31
-  i32 end;       // KV tokens of this block end here
-  i32 cached;    // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
-  i32 new_row;   // NEW_KV: the row of token 0, were it there
+  u32 row;      // of a tile, that this thread copies: half of its latent part, and some threads the rope part
+  i32 end;      // KV tokens of this block end here
+  i32 cached;   // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
+  i32 new_row;  // NEW_KV: the row of token 0, were it there
 };
 
 // Every row sees every token of the block's tiles before the one that this token begins.
@@ -100,10 +99,7 @@ DEVICE i32 masked_from(const VerifyParams& p, const Request& r, const RowTile& r
 DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
                           u32 smem) {
   Source s;
-  const u32 thread = thread_idx() - SCORE_WARPS * WARP, half = thread / (TILE * COPY_LANES);
-  s.row = keep_in_register(thread / COPY_LANES % TILE);
-  s.copies_rope = make_uniform(half == 0);
-  s.first_id = make_uniform((i32)r.id_begin);
+  s.row = keep_in_register(thread_idx() / COPY_LANES % TILE);
   s.end = make_uniform(min_int(tiles.end * TILE, visible_end(p, r, rows.q_last)));
   s.cached = NEW_KV ? make_uniform(r.kv_len - r.q_len) : 0;
   s.new_row = NEW_KV ? make_uniform(r.q_begin - (r.kv_len - r.q_len)) : 0;
@@ -116,19 +112,23 @@ DEVICE u32 first_element() {
   return (thread / (TILE * COPY_LANES) * (COPIES * COPY_LANES) + thread % COPY_LANES) * vector_width<KV_DTYPE>();
 }
 
+// Of the two threads at the same place of a row's halves, the one of the first half. Uniform.
+DEVICE bool copies_rope(u32 element) { return warp_any(element < LATENT_BYTES / 2 / element_bytes<KV_DTYPE>()); }
+
 // Where a token's row is.
 struct Slot {
   i32 page, offset;  // id of the page, and the token's place in it
 };
 
 // The slot of the thread's token of the tile that begins at `tile_token`, found one refill before it is used; of tokens
-// past the end, the last one's. The low word of a 64-bit id is enough: pools have fewer than 2^31 pages.
-DEVICE void find_slot(Slot& slot, const VerifyParams& p, const Source& s, i32 tile_token) {
+// past the end, the last one's. The request's ids begin at `first_id`; there are fewer than 2^31. The low word of a
+// 64-bit id is enough: pools have fewer than 2^31 pages.
+DEVICE void find_slot(Slot& slot, const VerifyParams& p, const Source& s, i32 first_id, i32 tile_token) {
   const i32 token = min_int(tile_token + (i32)s.row, s.end - 1);
   if (NEW_KV && token >= s.cached) return;
   const u32 page = page_of(p, token);
   slot.offset = token - page * p.page_size;
-  slot.page = (i32)ld_global_nc_u32((const u8*)mad_wide_i32(s.first_id + page, 4 << p.wide_ids, (i64)p.page_ids));
+  slot.page = (i32)ld_global_nc_u32((const u8*)mad_wide_i32(first_id + page, 4 << p.wide_ids, (i64)p.page_ids));
 }
 
 // From `element` of the latent and of the rope part of a token's row on. Strides of pages and tokens fit 32 bits; what
@@ -168,7 +168,7 @@ DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stag
   const u32 dst = destination(s, smem, stage_offset, element);
 #pragma unroll
   for (int i = 0; i < COPIES; i++) cp_async_16_zfill(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16, bytes);
-  if (s.copies_rope) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
+  if (copies_rope(element)) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
   cp_async_mbarrier_arrive_noinc(smem + Smem::RING + stage_offset + Smem::FULL);
 }
 
@@ -177,17 +177,18 @@ DEVICE void copy_plain_tile(const Source& s, u32 smem, u32 stage_offset, KvRow r
   const u32 dst = destination(s, smem, stage_offset, element);
 #pragma unroll
   for (int i = 0; i < COPIES; i++) cp_async_16(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16);
-  if (s.copies_rope) cp_async_16(dst + LATENT_BYTES, row.pe);
+  if (copies_rope(element)) cp_async_16(dst + LATENT_BYTES, row.pe);
   cp_async_mbarrier_arrive_noinc(smem + Smem::RING + stage_offset + Smem::FULL);
 }
 
 // Brings a tile's rows to the L2 cache while the ring is still full of q: one thread for each 128 bytes.
 DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token, Slot slot) {
   const i32 token = tile_token + s.row;
-  const u32 line = first_element() / vector_width<KV_DTYPE>() % COPY_LANES;
-  if (token >= s.end || (!s.copies_rope && line > 0)) return;
-  const KvRow row = source_row(p, s, token, slot, s.copies_rope ? line * (128 / element_bytes<KV_DTYPE>()) : 0);
-  prefetch_l2(s.copies_rope ? row.c : row.pe);
+  const u32 element = first_element(), line = element / vector_width<KV_DTYPE>() % COPY_LANES;
+  const bool is_latent = copies_rope(element);
+  if (token >= s.end || (!is_latent && line > 0)) return;
+  const KvRow row = source_row(p, s, token, slot, is_latent ? line * (128 / element_bytes<KV_DTYPE>()) : 0);
+  prefetch_l2(is_latent ? row.c : row.pe);
 }
 
 // Starts the copies of q, 16 rows a stage. Rows past the last one are zeros.
@@ -239,6 +240,7 @@ DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTi
   const bool is_tree = p.mask_mode == MASK_TREE;
   const int word = thread_idx();
   if (word == 0) st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : r.kv_len);
+  if (word == 3) st_shared_u32(smem + Smem::FIRST_ID, r.id_begin);
   if (word == 1) st_shared_u32(smem + Smem::MASKED_FROM, masked);
   if (word == 2)
     st_shared_u32(smem + Smem::PLAIN_END, NEW_KV ? min_int(masked, (r.kv_len - r.q_len) / TILE * TILE) : masked);
@@ -442,7 +444,7 @@ DEVICE void score_step(const VerifyParams& p, i32 end, Scorer& scorer, Operands&
   if (WEIGHTS) {
     const i32 masked_from = ld_shared_u32(smem + Smem::MASKED_FROM);
     soft_cap(p, own);
-    if (at.token - TILE >= masked_from) mask_tile(own, smem);
+    if (warp_any(at.token - TILE >= masked_from)) mask_tile(own, smem);
     find_maxima(maxima, own, scorer.scale);
     const Softmax& softmax = scorer.softmax;
     raised = warp_any(maxima[0] > softmax.base[0] + RESCALE_ABOVE || maxima[1] > softmax.base[1] + RESCALE_ABOVE);
@@ -465,7 +467,7 @@ DEVICE void score_step(const VerifyParams& p, i32 end, Scorer& scorer, Operands&
   multiply_q_k<K_STEPS - LOOKAHEAD, K_STEPS>(s, scorer, operands, keys, scorer.keys + next.offset);
   warp_sync();  // orders the lanes' reads of the tile before the arrival, on which its refill waits
   if (scorer.is_first_lane) mbarrier_arrive(ring + at.stage.offset + Smem::EMPTY);
-  if (at.token >= (i32)ld_shared_u32(smem + Smem::MASKED_FROM)) {
+  if (warp_any(at.token >= (i32)ld_shared_u32(smem + Smem::MASKED_FROM))) {
     find_mask(p, smem, at.token);
     warp_sync();  // orders the writes before the reads of a step later
   }
@@ -588,7 +590,7 @@ DEVICE void value_tiles(const VerifyParams& p, const Request& r, const RowTile& 
     Slot first[AHEAD] = {};
     copy_q(p, rows, smem);
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) find_slot(first[i], p, source, token + i * TILE);
+    for (int i = 0; i < AHEAD; i++) find_slot(first[i], p, source, (i32)r.id_begin, token + i * TILE);
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) prefetch_tile(p, source, token + i * TILE, first[i]);
     cp_async_wait_all();
@@ -597,7 +599,7 @@ DEVICE void value_tiles(const VerifyParams& p, const Request& r, const RowTile& 
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
       if (token + i * TILE < source.end) copy_tile(p, source, smem, i * STAGE_BYTES, token + i * TILE, first[i]);
-    find_slot(slot, p, source, token + AHEAD * TILE);
+    find_slot(slot, p, source, (i32)r.id_begin, token + AHEAD * TILE);
   }
   Output output;
 #pragma unroll
@@ -635,17 +637,17 @@ DEVICE void value_tiles(const VerifyParams& p, const Request& r, const RowTile& 
     const KvRow row = cached_row(p, slot, element);
     const i32 plain_end = ld_shared_u32(smem + Smem::PLAIN_END);
     if (tile_token < source.end) mbarrier_wait(empty, stage.parity);  // orders all reads of the tile before the copies
-    if (tile_token < plain_end) {
+    if (warp_any(tile_token < plain_end)) {
       copy_plain_tile(source, smem, stage.offset, row, element);
       multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
-      find_slot(slot, p, source, tile_token + TILE);
+      find_slot(slot, p, source, ld_shared_u32(smem + Smem::FIRST_ID), tile_token + TILE);
       multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
     } else {
       multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
       multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
       if (tile_token < source.end) {
         copy_tile(p, source, smem, stage.offset, tile_token, slot);
-        find_slot(slot, p, source, tile_token + TILE);
+        find_slot(slot, p, source, ld_shared_u32(smem + Smem::FIRST_ID), tile_token + TILE);
       }
     }
     token += TILE;
