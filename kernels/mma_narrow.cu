@@ -1,7 +1,8 @@
 // The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head) of one request over one
 // split of its KV, and reads every KV row once for all of them.
 //
-// Grid:   x = ceil(max_q_len * H / 16) row tiles, y = split, z = request. Block: 128 * KV_GROUPS threads.
+// Grid:   x = ceil(max_q_len * H / 16) row tiles, y = split, z = request; PLANNED x = work_blocks.
+// Block:  128 * KV_GROUPS threads.
 // Shared: KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
 // Idea:   four warps share the 16 rows of a KV group; each owns 128 latent and 16 rope columns, 288 bytes of a KV row.
 //         They are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes
@@ -28,6 +29,7 @@ constexpr int K_AHEAD = 2;                        // ldmatrix in flight before t
 
 static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of their columns");
 static_assert(STAGES >= 2, "one tile is read while the next one is copied");
+static_assert(!PLANNED || PLANNED_ROWS == TILE, "the list has row tiles of this kernel");
 static_assert(EXCHANGE_BUFFERS == 1 || EXCHANGE_BUFFERS == 2, "one buffer costs a second barrier a tile");
 
 struct Smem {
@@ -72,6 +74,13 @@ DEVICE Warp locate(u32 smem) {
   w.values = w.ring + slice_offset(w.lane % 16, w.lane / 16);
   w.scores = smem + Smem::EXCHANGE + w.group * COLUMN_WARPS * Smem::SCORES_BYTES + w.lane * 16;
   return w;
+}
+
+// The barrier of both groups. compute-sanitizer's racecheck does not see the first full barrier that follows named ones
+// of other warps: the second is for it alone.
+DEVICE void all_sync() {
+  block_sync();
+  block_sync();
 }
 
 // The barrier of the group's four warps.
@@ -313,20 +322,17 @@ DEVICE void merge_half(const Warp& w, Softmax& softmax, const float (&o)[O_TILES
   }
 }
 
-DEVICE void store(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Softmax& softmax,
-                  const float (&o)[O_TILES][4]) {
+DEVICE void store(const VerifyParams& p, const Request& r, int part, const RowTile& rows, const Warp& w,
+                  Softmax& softmax, const float (&o)[O_TILES][4]) {
   const int column = w.column * (DL / COLUMN_WARPS) + w.group * FINAL_TILES * 8;
   if constexpr (KV_GROUPS == 1) {
-    store_results(p, r, rows.first, rows.end, column, softmax, o);
+    store_results(p, r, part, rows.first, rows.end, column, softmax, o);
   } else {
     float merged[FINAL_TILES][4];
-    // Orders nothing that matters. But a group that is done early writes while the other still passes its own barriers,
-    // and compute-sanitizer's racecheck then does not connect those writes with the barrier below.
-    block_sync();
     send_half(w, softmax, o);
-    block_sync();  // orders the writes of send_half() before the other group's reads of them
+    all_sync();  // orders the writes of send_half() before the other group's reads of them
     merge_half(w, softmax, o, merged);
-    store_results(p, r, rows.first, rows.end, column, softmax, merged);
+    store_results(p, r, part, rows.first, rows.end, column, softmax, merged);
   }
 }
 
@@ -377,13 +383,8 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   }
 }
 
-// The rows of this block, over its split.
-DEVICE void attend(const VerifyParams& p, const Request& r) {
-  const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
-  if (rows.end <= rows.first) return;
-  const TileRange tiles = split_tiles(p, r, rows, block_idx_y());
-  if (tiles.begin == tiles.end) return store_empty<THREADS>(p, r, rows.first, rows.end);
-
+// One row tile over a run of KV tiles, of which there is one at least.
+DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
   const Warp w = locate(shared_base());
   Source source = make_source(p, r, rows, tiles, w);
   u32 q[K_STEPS][4];
@@ -414,12 +415,38 @@ DEVICE void attend(const VerifyParams& p, const Request& r) {
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
   cp_async_wait_all();  // nothing is in flight any more
-  store(p, r, rows, w, softmax, o);
+  store(p, r, part, rows, w, softmax, o);
+}
+
+DEVICE void attend_split(const VerifyParams& p, const Request& r) {
+  const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
+  if (rows.end <= rows.first) return;
+  const TileRange tiles = split_tiles(p, r, rows, block_idx_y());
+  if (tiles.begin == tiles.end) return store_empty<THREADS>(p, r, 0, rows.first, rows.end);
+  attend(p, r, rows, tiles, 0);
+}
+
+// Returns the block's next item.
+DEVICE int attend_item(const VerifyParams& p, int item) {
+  const WorkItem w = load_work_item(p, item);
+  const Request r = request_of(w);
+  if (w.tiles.begin < w.tiles.end) {
+    attend(p, r, row_tile(p, r, w.row_tile * TILE, TILE), w.tiles, w.part);
+    block_sync();  // orders this item's reads of shared memory before the next item's writes
+  } else if (w.request != -1) {
+    store_empty_item<THREADS>(p, w);
+  }
+  return w.next;
 }
 
 KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
-  const Request r = load_request(p, block_idx_z());
-  attend(p, r);
-  store_padding<THREADS>(p, r);
+  if constexpr (PLANNED) {
+#pragma unroll 1
+    for (int item = block_idx_x(); item >= 0;) item = attend_item(p, item);
+  } else {
+    const Request r = load_request(p, block_idx_z());
+    attend_split(p, r);
+    store_padding<THREADS>(p, r);
+  }
   launch_dependents();
 }

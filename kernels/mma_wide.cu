@@ -1,7 +1,7 @@
 // The tensor-core kernel for many rows: one block computes 16 * ROW_GROUPS packed rows (query token x head) of one
 // request over one split of its KV, and reads every KV row once for all of them.
 //
-// Grid:   x = ceil(max_q_len * H / (16 * ROW_GROUPS)) row tiles, y = split, z = request.
+// Grid:   x = ceil(max_q_len * H / (16 * ROW_GROUPS)) row tiles, y = split, z = request; PLANNED x = work_blocks.
 // Block:  32 * ROW_GROUPS * COLUMN_WARPS threads.
 // Shared: STAGES * 18,704 + ROW_GROUPS * COLUMN_WARPS * 2,048 + 144 bytes (struct Smem).
 // Idea:   Keys and values are one tile of 16 tokens in a ring that cp.async fills. A warp owns 16 rows x one column
@@ -37,12 +37,14 @@ static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows o
 static_assert(REFILL_AT >= 0 && REFILL_AT <= STREAM, "the refill interrupts the stream of products");
 static_assert(STAGES >= 3, "two tiles are in use, one at least must be in flight");
 static_assert(ROW_GROUPS <= STAGES, "q passes through the ring, 16 rows a stage");
+static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
 
 struct Smem {
   static constexpr u32 RING = 0;                                  // [STAGES]: tile [16][PITCH], before it q; mbarriers
   static constexpr u32 EXCHANGE = RING + STAGES * STAGE_BYTES;    // float32 [2][WARPS][2][32][4] partial scores
   static constexpr u32 COLUMNS = EXCHANGE + 2 * EXCHANGE_BUFFER;  // u32 [MASK_WORDS] mask columns that any row sees
   static constexpr u32 TAIL_BEGIN = COLUMNS + MASK_WORDS * 4;     // i32: the mask columns begin here
+  static constexpr u32 ITEM = TAIL_BEGIN + 4;                     // i32, PLANNED: what the block works on
   static constexpr u32 BYTES = TAIL_BEGIN + 16;
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
@@ -202,6 +204,15 @@ DEVICE void init_barriers(u32 smem) {
   }
 }
 
+// Their memory may be written again.
+DEVICE void retire_barriers(u32 smem) {
+  if (thread_idx() != 0) return;
+  for (int stage = 0; stage < STAGES; stage++) {
+    mbarrier_inval(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL);
+    mbarrier_inval(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY);
+  }
+}
+
 // Starts the copies of q, 16 rows a stage. Rows past the last one are zeros.
 DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   constexpr int ROWS_PER_WARP = ROWS / WARPS;
@@ -315,10 +326,24 @@ struct Block {
   Position at;                 // of the next step; moved on at the end of a step, where nothing waits for it
 };
 
-// Only tiles at the end of what the rows see come here, so the request is read again instead of kept in registers.
+// What the block computes: found again where it is needed, rather than kept in registers through the loop.
+struct Place {
+  Request request;
+  int row_tile;
+  int part, next;  // of a WorkItem
+};
+
+DEVICE Place find_place(const VerifyParams& p, u32 smem) {
+  if constexpr (!PLANNED) return {load_request(p, block_idx_z()), block_idx_x(), 0, 0};
+  const WorkItem w = load_work_item(p, (i32)ld_shared_u32(smem + Smem::ITEM));
+  return {request_of(w), w.row_tile, w.part, w.next};
+}
+
+// Only tiles at the end of what the rows see come here.
 DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4]) {
-  const Request r = load_request(p, block_idx_z());
-  const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
+  const Place place = find_place(p, b.smem);
+  const Request& r = place.request;
+  const RowTile rows = row_tile(p, r, place.row_tile * ROWS, ROWS);
   const int thread = thread_idx_anew();
   const int row = rows.first + thread / WARP / COLUMN_WARPS * 16 + thread % WARP / 4;
   u32 bits[2];
@@ -396,7 +421,8 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   for (int i = 0; i < AHEAD; i++) prefetch_tile(p, b.source, first + i * TILE, slots[i]);
   publish_columns(p, r, rows, b.smem);
   cp_async_wait_all();
-  block_sync();  // orders the barriers' initialisation, the mask columns and the copies of q before their uses
+  block_sync();  // orders the barriers' initialisation, the mask columns, the item and the copies of q before their
+                 // uses
   load_q(state.q, p, b.smem, b.warp);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 #pragma unroll
@@ -408,34 +434,58 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   state.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
 }
 
-// Request and place are found again, rather than kept in registers through the loop.
-DEVICE void finish(const VerifyParams& p, const State& state) {
-  const Request r = load_request(p, block_idx_z());
+// Returns the block's next item.
+DEVICE int finish(const VerifyParams& p, u32 smem, const State& state) {
+  const Place place = find_place(p, smem);
   const int warp = thread_idx_anew() / WARP;
-  store_results(p, r, block_idx_x() * ROWS + warp / COLUMN_WARPS * 16, r.q_len * p.num_heads,
-                warp % COLUMN_WARPS * (DL / COLUMN_WARPS), state.softmax, state.o);
+  store_results(p, place.request, place.part, place.row_tile * ROWS + warp / COLUMN_WARPS * 16,
+                place.request.q_len * p.num_heads, warp % COLUMN_WARPS * (DL / COLUMN_WARPS), state.softmax, state.o);
+  return place.next;
 }
 
-KERNEL(mlaflash_mma_wide, THREADS, 1) {
-  const Request r = load_request(p, block_idx_z());
-  store_padding<THREADS>(p, r);
-  const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
-  if (rows.end <= rows.first) return;
-  const TileRange range = split_tiles(p, r, rows, block_idx_y());
-  if (range.begin == range.end) return store_empty<THREADS>(p, r, rows.first, rows.end);
-
+// One row tile over a run of KV tiles, of which there is one at least. Returns the block's next item.
+DEVICE int attend(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& range, int item) {
   Block b;
   b.smem = shared_base();
   b.scale = as_f32(make_uniform(as_u32(exponent_scale(p))));
   b.warp = locate(b.smem);
   b.source = make_source(p, r, rows, range);
   b.at = first_position(make_uniform(range.begin * TILE));
+  if (PLANNED && thread_idx() == 0) st_shared_u32(b.smem + Smem::ITEM, (u32)item);
   State state;
   start(p, r, rows, b, state);
   step<true, false>(p, b, state);
 #pragma unroll 1
   while (b.at.token < b.source.end) step<true, true>(p, b, state);
   step<false, true>(p, b, state);
-  finish(p, state);
+  return finish(p, b.smem, state);
+}
+
+DEVICE int attend_item(const VerifyParams& p, int item) {
+  const WorkItem w = load_work_item(p, item);
+  if (w.tiles.begin == w.tiles.end) {
+    if (w.request != -1) store_empty_item<THREADS>(p, w);
+    return w.next;
+  }
+  const Request r = request_of(w);
+  const int next = attend(p, r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles, item);
+  block_sync();  // orders this item's reads of shared memory before the next item's writes
+  retire_barriers(shared_base());
+  return next;
+}
+
+KERNEL(mlaflash_mma_wide, THREADS, 1) {
+  if constexpr (PLANNED) {
+#pragma unroll 1
+    for (int item = block_idx_x(); item >= 0;) item = make_uniform(attend_item(p, item));
+  } else {
+    const Request r = load_request(p, block_idx_z());
+    store_padding<THREADS>(p, r);
+    const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
+    if (rows.end <= rows.first) return;
+    const TileRange range = split_tiles(p, r, rows, block_idx_y());
+    if (range.begin == range.end) return store_empty<THREADS>(p, r, 0, rows.first, rows.end);
+    attend(p, r, rows, range, 0);
+  }
   launch_dependents();
 }

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from mlaflash import emulator, oracle
     from mlaflash.attention import mla_verify
     from mlaflash.device import Device
+    from mlaflash.mask_pack import pack_mask
+    from mlaflash.mask_source import MaskSource
     from mlaflash.masks import TreeMask
     from mlaflash.merge import merge_states
+    from mlaflash.plan import VerifyPlan
     from mlaflash.scale import yarn_sm_scale
     from mlaflash.tiles import TileConfig
 
@@ -42,6 +45,7 @@ __all__ = [
     "EmulatorError",
     "InvalidArgumentError",
     "LaunchError",
+    "MaskSource",
     "MissingDependencyError",
     "MlaFlashError",
     "NoDeviceError",
@@ -50,20 +54,25 @@ __all__ = [
     "TileError",
     "TreeMask",
     "UnsupportedError",
+    "VerifyPlan",
     "__version__",
     "emulator",
     "merge_states",
     "mla_verify",
     "oracle",
+    "pack_mask",
     "yarn_sm_scale",
 ]
 
 _MODULE_OF = {
+    "VerifyPlan": "plan",
     "Device": "device",
+    "MaskSource": "mask_source",
     "TileConfig": "tiles",
     "TreeMask": "masks",
     "merge_states": "merge",
     "mla_verify": "attention",
+    "pack_mask": "mask_pack",
     "yarn_sm_scale": "scale",
 }
 _SUBMODULES = frozenset({"emulator", "oracle"})

@@ -1,20 +1,23 @@
-"""The verify call on CuPy arrays."""
+"""The verify call on arrays of a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mlaflash import jit
-from mlaflash.device import Device, apply_budget, padded_shared_bytes
+from mlaflash import jit, reuse
+from mlaflash.device import Device, apply_budget, current_ordinal, on_device, padded_shared_bytes
 from mlaflash.errors import ShapeError
-from mlaflash.interop import ArrayView, cupy_view
-from mlaflash.jit.pdl import launch_dependent
+from mlaflash.interop import ArrayView, device_view, ordinal_of
+from mlaflash.jit.launch import PreparedLaunch
 from mlaflash.masks import TreeMask
 from mlaflash.problem import Problem, View, one_token_axis
-from mlaflash.schedule import Launch, Schedule, build_params, plan
+from mlaflash.schedule import Schedule, build_params, plan
+from mlaflash.streams import as_stream, memory_for
 from mlaflash.tiles import KernelConfig
 
 
@@ -48,6 +51,10 @@ def mla_verify(
 
     Row ``(t, h)`` of `q` scores ``sm_scale * (q . row)`` over the cache rows that its token sees; `out` is their first
     512 columns weighted by the softmax of the scores (absorbed MLA: DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Arrays may be CuPy's, torch's or JAX's, or have ``__dlpack__`` or ``__cuda_array_interface__``; all of a call lie on
+    one GPU, which need not be the current one. They are used where they lie: nothing is copied, and neither an event
+    nor a synchronisation is put in.
 
     Parameters
     ----------
@@ -83,9 +90,10 @@ def mla_verify(
     logit_cap : float
         ``logit_cap * tanh(score / logit_cap)`` before the mask; 0 for none.
     out : array, shape (T, H, 512) or (B, S, H, 512), optional
-        Filled in place; any strides, last axis contiguous.
+        Filled in place; any strides, last axis contiguous. No JAX array, and no tensor that requires grad. By default
+        new memory, of the library of `q`.
     lse : array, shape (T, H) or (B, S, H), float32, optional
-        Filled in place.
+        As `out`.
     out_dtype : str or dtype, optional
         Of `out`; by default q's, or that of `out`.
     max_q_len : int, optional
@@ -103,8 +111,9 @@ def mla_verify(
         where these are lower than the GPU's.
     validate : bool
         Also check what only the device knows: lengths, ids, offsets. Reads them back, and so synchronises.
-    stream : cupy.cuda.Stream, optional
-        Where the work runs; by default CuPy's current stream.
+    stream : stream or int, optional
+        Where the work runs: a stream of CuPy or torch, an object with ``__cuda_stream__``, or the handle of a
+        ``cudaStream_t``. By default torch's current stream where `q` is a tensor, else CuPy's. It may be captured.
 
     Returns
     -------
@@ -124,34 +133,91 @@ def mla_verify(
         Something that no kernel, or not on this device, does.
     CompileError, CaptureError, MissingDependencyError, NoDeviceError
         The kernels cannot be had here.
+
+    Notes
+    -----
+    In a CUDA graph: call once before the capture, which compiles and loads the kernels. What lies between the kernels
+    is allocated by the library of `q`. torch keeps it as long as the graph; CuPy's pool does not know of graphs and
+    may hand it out again, so replay on the stream of the capture, and call no ``free_all_blocks``.
+
+    JAX computes on streams of its own. The launch's stream waits for JAX arrays on the GPU, and JAX for the results,
+    by events of its own; so they cannot be captured. Keep the inputs until the results are there.
     """
-    call = prepare(
-        q,
-        kv_cache,
-        sm_scale=sm_scale,
-        kv_lens=kv_lens,
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        block_table=block_table,
-        page_size=page_size,
-        qo_indptr=qo_indptr,
-        mask=mask,
-        tail_lens=tail_lens,
-        new_kv=new_kv,
-        logit_cap=logit_cap,
-        out=out,
-        lse=lse,
-        out_dtype=out_dtype,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        kernel=kernel,
-        tiles=tiles,
-        budget=budget,
-        validate=validate,
-        stream=stream,
-    )
+    arrays = {
+        "q": q,
+        "kv_cache": kv_cache,
+        "kv_lens": kv_lens,
+        "kv_indptr": kv_indptr,
+        "kv_indices": kv_indices,
+        "block_table": block_table,
+        "qo_indptr": qo_indptr,
+        "tail_lens": tail_lens,
+        "new_kv": new_kv,
+    }
+    results = {"out": out, "lse": lse}
+    options = {
+        "sm_scale": sm_scale,
+        "page_size": page_size,
+        "logit_cap": logit_cap,
+        "out_dtype": out_dtype,
+        "max_q_len": max_q_len,
+        "max_kv_len": max_kv_len,
+        "kernel": kernel,
+        "tiles": tiles,
+        "budget": budget,
+    }
+    words, mask_key = (mask.words, mask.max_q) if isinstance(mask, TreeMask) else (None, mask)
+    signature = reuse.Signature({**arrays, **results, "words": words}, (mask_key, *options.values()))
+    known = None if validate else reuse.recall(signature)
+    if known is not None:
+        return _launch_again(known, signature, q, out, lse, stream)
+    call = prepare(**arrays, **results, **options, mask=mask, validate=validate, stream=stream)
     call.launch()
-    return call.out, call.lse
+    if not call.workspaces.keys() & _CALLERS and call.exports == (None, None):
+        problem = call.problem
+        reuse.remember(
+            signature,
+            reuse.Reusable.of(
+                call.ordinal,
+                problem.out_shape,
+                problem.out_dtype,
+                problem.dtype,
+                call.schedule.workspaces if call.launches else (),
+                call.params,
+                call.launches,
+            ),
+        )
+    return call.results()
+
+
+# A workspace under the name of an argument stands in for an array that was not given.
+_CALLERS = frozenset({"page_ids"})
+
+
+def _launch_again(
+    known: reuse.Reusable, signature: reuse.Signature, q: Any, out: Any, lse: Any, stream: Any
+) -> tuple[Any, Any]:
+    """Make the call that an equal one before prepared: new memory, new addresses, the same launches."""
+    first = q[0] if isinstance(q, tuple | list) else q
+    with on_device(known.ordinal):
+        work_stream = as_stream(stream, first, known.ordinal)
+        memory = memory_for(first, work_stream, known.ordinal, is_current=stream is None)
+        addresses = signature.addresses
+        with memory.scope:
+            if out is None:
+                out = memory.empty(known.out_shape, known.out_dtype)
+                addresses["out"] = (memory.address(out),)
+            if lse is None:
+                lse = memory.empty(known.out_shape[:-1], "float32")
+                addresses["lse"] = (memory.address(lse),)
+            workspaces = {w.name: memory.empty(w.shape, w.dtype) for w in known.workspaces}
+        known.point(addresses, {name: memory.address(array) for name, array in workspaces.items()})
+        for launch in known.launches:
+            launch.launch(work_stream.ptr)
+    return out, lse
+
+
+Export = Callable[[Any], Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,33 +228,48 @@ class Call:
     ----------
     problem : Problem
     schedule : Schedule
-    out, lse : cupy.ndarray
+    ordinal : int
+        CUDA's number of the GPU.
+    out, lse : array
         Where the results go.
-    steps : tuple
-        Kernels and their launches, in order; empty where there is nothing to compute.
+    launches : tuple of PreparedLaunch
+        In order; empty where there is nothing to compute.
     params : numpy.ndarray
         The kernels' argument.
     workspaces : dict
         Device memory between the kernels.
     stream : cupy.cuda.Stream
+    exports : tuple
+        For `out` and `lse`: what makes an array of q's library of it, or None.
     """
 
     problem: Problem
     schedule: Schedule
+    ordinal: int
     out: Any
     lse: Any
-    steps: tuple[tuple[jit.Kernel, Launch], ...]
+    launches: tuple[PreparedLaunch, ...]
     params: np.ndarray[Any, Any]
     workspaces: dict[str, Any]
     stream: Any
+    exports: tuple[Export, Export]
 
     def launch(self) -> None:
         """Enqueue the kernels, on the arrays as they are now; may be repeated."""
-        for kernel, step in self.steps:
-            if step.is_dependent:
-                launch_dependent(kernel, step.grid, step.block, self.params, self.stream)
-            else:
-                kernel.launch(step.grid, step.block, self.params, self.stream)
+        with on_device(self.ordinal):
+            for launch in self.launches:
+                launch.launch(self.stream.ptr)
+
+    def results(self) -> tuple[Any, Any]:
+        """Give out and lse, once launched, as arrays of the library that they are wanted in."""
+        if self.exports == (None, None):
+            return self.out, self.lse
+        with on_device(self.ordinal), self.stream:
+            out, lse = (
+                array if export is None else export(array)
+                for array, export in zip((self.out, self.lse), self.exports, strict=True)
+            )
+        return out, lse
 
 
 def prepare(
@@ -221,45 +302,54 @@ def prepare(
     MlaFlashError
         As in `mla_verify`.
     """
-    device = Device.current()
-    limits = device if budget is None else apply_budget(device, budget)
-    import cupy
-
-    if out_dtype is None and out is not None:
-        out_dtype = getattr(out, "dtype", None)
-    problem = Problem.from_arrays(cupy_view, q, kv_cache, out_dtype=out_dtype, **arguments)
-    if validate:
-        problem.validate()
-    schedule = plan(problem, limits, kernel=kernel, tiles=tiles)
-    if stream is None:
-        stream = cupy.cuda.get_current_stream()
-    # CuPy's pool hands memory back in the order of the current stream: workspaces must come from the launch's own.
-    with stream:
-        if out is None:
-            out = cupy.empty(problem.out_shape, problem.out_dtype)
-        if lse is None:
-            lse = cupy.empty(problem.out_shape[:-1], "float32")
-        views = output_views(cupy_view, problem, out, lse)
+    first = q[0] if isinstance(q, tuple | list) and q else q
+    current = current_ordinal()
+    ordinal = ordinal_of(first)
+    if ordinal is None:
+        ordinal = current
+    with on_device(ordinal):
+        work_stream = as_stream(stream, first, ordinal)
+        view = partial(device_view, ordinal=ordinal, stream=work_stream)
+        if out_dtype is None and out is not None:
+            out_dtype = view("out", out).dtype
+        problem = Problem.from_arrays(view, q, kv_cache, out_dtype=out_dtype, **arguments)
+        if validate:
+            with work_stream:
+                problem.validate()
+        device = Device.current(ordinal)
+        limits = device if budget is None else apply_budget(device, budget)
+        schedule = plan(problem, limits, kernel=kernel, tiles=tiles)
         launches = () if problem.is_empty else schedule.launches
-        workspaces = {w.name: cupy.empty(w.shape, w.dtype) for w in schedule.workspaces if launches}
-        if problem.is_dense and launches:
-            workspaces["page_ids"] = cupy.arange(problem.batch, dtype="int32")
-    pointers = {name: array.data.ptr for name, array in workspaces.items()}
-    params = build_params(problem, schedule, *views, pointers)
-    steps = tuple(
-        (
-            jit.load(
-                step.kernel,
-                step.defines,
-                device,
-                padded_shared_bytes(step.shared_bytes, device, limits),
-                stream=stream,
-            ),
-            step,
+        memory = memory_for(first, work_stream, ordinal, is_current=stream is None)
+        exports = (None if out is not None else memory.export, None if lse is not None else memory.export)
+        with memory.scope:
+            if out is None:
+                out = memory.empty(problem.out_shape, problem.out_dtype)
+            if lse is None:
+                lse = memory.empty(problem.out_shape[:-1], "float32")
+            workspaces = {w.name: memory.empty(w.shape, w.dtype) for w in schedule.workspaces if launches}
+            if problem.is_dense and launches:
+                workspaces["page_ids"] = memory.arange(problem.batch)
+        views = output_views(view, problem, out, lse)
+        pointers = {name: memory.address(array) for name, array in workspaces.items()}
+        params = build_params(problem, schedule, *views, pointers)
+        prepared = tuple(
+            PreparedLaunch(
+                jit.load(
+                    step.kernel,
+                    step.defines,
+                    device,
+                    padded_shared_bytes(step.shared_bytes, device, limits),
+                    stream=work_stream,
+                ),
+                step.grid,
+                step.block,
+                params,
+                is_dependent=step.is_dependent,
+            )
+            for step in launches
         )
-        for step in launches
-    )
-    return Call(problem, schedule, out, lse, steps, params, workspaces, stream)
+    return Call(problem, schedule, ordinal, out, lse, prepared, params, workspaces, work_stream, exports)
 
 
 def output_views(view: View, problem: Problem, out: Any, lse: Any) -> tuple[ArrayView, ArrayView]:
@@ -276,7 +366,7 @@ def output_views(view: View, problem: Problem, out: Any, lse: Any) -> tuple[Arra
     Raises
     ------
     ShapeError
-        Shape, dtype or strides do not fit the problem.
+        Shape, dtype or strides do not fit the problem, or an array must not be written.
     """
     out_view, lse_view = view("out", out), view("lse", lse)
     for array, shape, dtype in (
@@ -285,6 +375,11 @@ def output_views(view: View, problem: Problem, out: Any, lse: Any) -> tuple[Arra
     ):
         if array.shape != shape or array.dtype != dtype:
             raise ShapeError(f"{array.name} is {array.dtype} {array.shape}; it must be {dtype} {shape}.")
+        if array.read_only:
+            raise ShapeError(
+                f"{array.name} is read-only ({array.read_only}); the result is written to it. Give an array that can "
+                "be written."
+            )
     if problem.is_empty:
         return out_view, lse_view
     if len(problem.out_shape) == 4:

@@ -232,6 +232,19 @@ def fitting_classes(device: Device) -> list[RowClass]:
     return [c for c in ROW_CLASSES if occupancy_blocks(c.config.shared_bytes(), device) >= c.blocks_per_sm]
 
 
+def start_tiles(config: MmaNarrowConfig | MmaWideConfig, device: Device) -> int:
+    """Return what starting on another row tile costs a block that runs already, in KV tiles.
+
+    Parameters
+    ----------
+    config : MmaNarrowConfig or MmaWideConfig
+    device : Device
+    """
+    row_class = min(ROW_CLASSES, key=lambda c: (c.config.rows != config.rows, c.config.threads != config.threads))
+    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2).tile_us(row_class)
+    return max(1, round(_LATER_START * row_class.start_us / tile_us))
+
+
 @dataclass(frozen=True, slots=True)
 class _Model:
     rows: int

@@ -6,6 +6,7 @@ No other module asks a device anything.
 import functools
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,6 +191,40 @@ def current_ordinal() -> int:
         return int(runtime.getDevice())
     except runtime.CUDARuntimeError as error:
         raise _no_device(str(error)) from error
+
+
+_STAY = nullcontext()
+
+
+def on_device(ordinal: int) -> AbstractContextManager[Any]:
+    """Make a GPU the current one inside a ``with`` block.
+
+    Parameters
+    ----------
+    ordinal : int
+        CUDA's number of the device.
+
+    Raises
+    ------
+    MissingDependencyError, NoDeviceError
+        As `current_ordinal`.
+    """
+    if ordinal == current_ordinal():
+        return _STAY
+    import cupy
+
+    device: AbstractContextManager[Any] = cupy.cuda.Device(ordinal)
+    return device
+
+
+def pointer_ordinal(ptr: int) -> int:
+    """CUDA's number of the GPU that an address belongs to; a negative one for memory of the host.
+
+    Parameters
+    ----------
+    ptr : int
+    """
+    return int(_runtime().pointerGetAttributes(ptr).device)
 
 
 def stream_is_capturing(stream: Any = None) -> bool:

@@ -67,7 +67,7 @@ def unpack_rows(words: Any, max_q: int) -> Any:
 
 def flashinfer_to_words(packed: Any, kv_lens: Any, qo_indptr: Any, bitorder: str) -> tuple[Any, int]:
     """Return words and `max_q` of FlashInfer's packed custom mask."""
-    _check_bitorder(bitorder)
+    check_bitorder(bitorder)
     data = own_array("packed", packed)
     if data.ndim != 1 or data.dtype != np.uint8:
         raise ShapeError(
@@ -98,7 +98,7 @@ def flashinfer_to_words(packed: Any, kv_lens: Any, qo_indptr: Any, bitorder: str
 
 def words_to_flashinfer(words: Any, max_q: int, kv_lens: Any, qo_indptr: Any, bitorder: str) -> Any:
     """Return FlashInfer's packed custom mask, the inverse of `flashinfer_to_words`."""
-    _check_bitorder(bitorder)
+    check_bitorder(bitorder)
     xp = namespace(words)
     bounds = rows_bounds(qo_indptr, words.shape[0], max_q)
     lens = _lengths("kv_lens", kv_lens, len(bounds) - 1)
@@ -118,7 +118,7 @@ def sglang_to_words(
     mask: Any, mode: str, prefix_lens: Any, qo_indptr: Any, draft_token_num: Any, check_prefix: bool
 ) -> tuple[Any, int]:
     """Return words and `max_q` of a mask as SGLang's ``build_tree_kernel_efficient`` writes it."""
-    _check_mode(mode, prefix_lens)
+    check_mode(mode, prefix_lens)
     data = own_array("mask", mask).reshape(-1)
     if (qo_indptr is None) == (draft_token_num is None):
         raise InvalidArgumentError(
@@ -157,7 +157,7 @@ def sglang_to_words(
 
 def words_to_sglang(words: Any, max_q: int, mode: str, prefix_lens: Any, qo_indptr: Any) -> Any:
     """Return SGLang's flat mask, the inverse of `sglang_to_words`."""
-    _check_mode(mode, prefix_lens)
+    check_mode(mode, prefix_lens)
     bounds = rows_bounds(qo_indptr, words.shape[0], max_q)
     q_lens = _lens_of(bounds)
     if mode == "qlen_only_bitpacking":
@@ -374,7 +374,8 @@ def _tail(sees: Any, b: int) -> Any:
     return sees[:, prefix_len:]
 
 
-def _check_bitorder(bitorder: Any) -> None:
+def check_bitorder(bitorder: Any) -> None:
+    """Refuse an order of bits that is not one of two."""
     if bitorder not in ("little", "big"):
         raise InvalidArgumentError(
             f"bitorder is {bitorder!r}; it must be 'little', which FlashInfer's kernels read, or 'big', the default of"
@@ -382,7 +383,8 @@ def _check_bitorder(bitorder: Any) -> None:
         )
 
 
-def _check_mode(mode: Any, prefix_lens: Any) -> None:
+def check_mode(mode: Any, prefix_lens: Any) -> None:
+    """Refuse a mode that SGLang does not have, or that does not go with the lengths of prefixes."""
     if mode not in SGLANG_MODES:
         raise InvalidArgumentError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, SGLANG_MODES))}.")
     if mode == "full" and prefix_lens is None:

@@ -45,8 +45,10 @@ class TreeMask:
 
     Make one with `from_parents`, `from_dense`, `from_flashinfer`, `from_sglang`, `from_retrieve`,
     `from_packed` or `causal`. All but the last two check what they are given and therefore read it:
-    with CuPy arrays they synchronise. `from_packed` looks at shape and dtype alone and keeps the
-    array, so that new bits written into it in place are used by the next call.
+    with CuPy arrays they synchronise, which no CUDA graph allows. There, and wherever the host must
+    not wait, make a `MaskSource` with the constructor of the same name. `from_packed` looks at shape
+    and dtype alone and keeps the array, so that new bits written into it in place are used by the next
+    call.
 
     Attributes
     ----------

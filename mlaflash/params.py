@@ -47,7 +47,9 @@ PARAMS_DTYPE: Final = np.dtype(
             "vectorized",
         )
     ]
-    + [("sm_scale", np.float32), ("logit_cap", np.float32)],
+    + [("sm_scale", np.float32), ("logit_cap", np.float32)]
+    + [(name, np.uint64) for name in ("work_items", "work_merges", "work_scratch")]
+    + [(name, np.int32) for name in ("work_blocks", "work_row_tiles", "work_start_tiles", "work_least_tiles")],
     align=True,
 )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlaflash.checks import finite, integer
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
-from mlaflash.interop import ArrayView, to_host
+from mlaflash.interop import ArrayView, dtype_name, to_host
 from mlaflash.masks import TreeMask
 from mlaflash.params import DL, DR, DTYPE_CODES, MASK_CODES, D
 
@@ -204,7 +204,7 @@ class Problem:
             raise ShapeError(
                 f"kv_cache is {kv_rows.dtype} and q is {q_rows.dtype}; both must have the same element type. Cast one."
             )
-        lens = _vector(view, "kv_lens", kv_lens, ("int32",))
+        lens = vector(view, "kv_lens", kv_lens, ("int32",))
         batch = lens.shape[0]
         num_tokens = math.prod(q_rows.shape[:-1])
         num_heads = q_rows.shape[-1]
@@ -247,7 +247,7 @@ class Problem:
                 raise InvalidArgumentError(
                     f"tail_lens is given with mask={mask!r}; it says where the columns of a TreeMask lie. Leave it out."
                 )
-            tails = _vector(view, "tail_lens", tail_lens, ("int32",), batch)
+            tails = vector(view, "tail_lens", tail_lens, ("int32",), batch)
         return cls(
             q=q_rows,
             kv=kv_rows,
@@ -271,7 +271,7 @@ class Problem:
             page_strides=strides,
             page_rope_strides=rope_strides,
             sm_scale=finite("sm_scale", sm_scale),
-            logit_cap=_cap(logit_cap),
+            logit_cap=soft_cap(logit_cap),
             out_dtype=_out_dtype(out_dtype, q_rows.dtype),
         )
 
@@ -329,16 +329,34 @@ def _check_dtype(name: str, rows: Rows) -> None:
         raise ShapeError(f"{name} is {rows.dtype}; allowed are {', '.join(DTYPE_CODES)}. Cast it.")
 
 
-def _vector(view: View, name: str, array: Any, dtypes: tuple[str, ...], length: int | None = None) -> ArrayView:
-    vector = view(name, array)
-    if vector.ndim != 1 or (length is not None and vector.shape[0] != length):
+def vector(view: View, name: str, array: Any, dtypes: tuple[str, ...], length: int | None = None) -> ArrayView:
+    """View a contiguous array of one axis.
+
+    Parameters
+    ----------
+    view : callable
+        As in `Problem.from_arrays`.
+    name : str
+    array : array
+    dtypes : tuple of str
+        Allowed element types.
+    length : int, optional
+        Where it must have one.
+
+    Raises
+    ------
+    ShapeError
+        Rank, length, dtype or strides.
+    """
+    found = view(name, array)
+    if found.ndim != 1 or (length is not None and found.shape[0] != length):
         wanted = "one axis" if length is None else f"shape ({length},)"
-        raise ShapeError(f"{name} has shape {vector.shape}; it must have {wanted}.")
-    if vector.dtype not in dtypes:
-        raise ShapeError(f"{name} is {vector.dtype}; allowed: {' or '.join(dtypes)}. Cast it.")
-    if vector.shape[0] > 1 and vector.strides[0] != 1:
+        raise ShapeError(f"{name} has shape {found.shape}; it must have {wanted}.")
+    if found.dtype not in dtypes:
+        raise ShapeError(f"{name} is {found.dtype}; allowed: {' or '.join(dtypes)}. Cast it.")
+    if found.shape[0] > 1 and found.strides[0] != 1:
         raise ShapeError(f"{name} is not contiguous; copy it.")
-    return vector
+    return found
 
 
 def _query_lengths(
@@ -360,7 +378,7 @@ def _query_lengths(
                 "the same number. Give qo_indptr for ragged ones."
             )
         return None, num_tokens // max(batch, 1)
-    indptr = _vector(view, "qo_indptr", qo_indptr, ("int32",), batch + 1)
+    indptr = vector(view, "qo_indptr", qo_indptr, ("int32",), batch + 1)
     return indptr, num_tokens if max_q_len is None else min(max_q_len, num_tokens)
 
 
@@ -384,7 +402,7 @@ def one_token_axis(array: ArrayView) -> ArrayView:
     """
     (batch, q_len), (over_requests, over_tokens) = array.shape[:2], array.strides[:2]
     if q_len == 1:
-        return replace(array, strides=(over_requests, over_requests, *array.strides[2:]))
+        return array._replace(strides=(over_requests, over_requests, *array.strides[2:]))
     if batch > 1 and over_requests != q_len * over_tokens:
         raise ShapeError(
             f"{array.name} has strides {array.strides} (in elements) over shape {array.shape}; its first two axes "
@@ -446,8 +464,8 @@ def _addressing(
         given, missing = ("kv_indptr", "kv_indices") if kv_indices is None else ("kv_indices", "kv_indptr")
         raise InvalidArgumentError(f"{given} is given without {missing}; the two belong together.")
     if kv_indptr is not None:
-        ids = _vector(view, "kv_indices", kv_indices, _IDS)
-        indptr = _vector(view, "kv_indptr", kv_indptr, _IDS, batch + 1)
+        ids = vector(view, "kv_indices", kv_indices, _IDS)
+        indptr = vector(view, "kv_indptr", kv_indptr, _IDS, batch + 1)
         return indptr, ids, False, ids.shape[0] * page_size
     if num_pages < batch:
         raise ShapeError(
@@ -478,7 +496,19 @@ def _mask(view: View, mask: Any, num_tokens: int) -> tuple[str, ArrayView | None
     )
 
 
-def _cap(value: Any) -> float:
+def soft_cap(value: Any) -> float:
+    """Check a soft-cap of scores.
+
+    Parameters
+    ----------
+    value : float
+        0 for none.
+
+    Raises
+    ------
+    InvalidArgumentError
+        It is negative, not finite, or too small to divide by.
+    """
     number = finite("logit_cap", value)
     if number != 0 and number < _LEAST_CAP:
         raise InvalidArgumentError(
@@ -494,15 +524,27 @@ def _bound(max_kv_len: int | None, ids_bound: int) -> int:
 
 
 def _out_dtype(value: Any, q_dtype: str) -> str:
-    if value is None:
-        return q_dtype
-    try:
-        name = value if isinstance(value, str) else np.dtype(value).name
-    except TypeError:
-        name = ""
-    if name not in DTYPE_CODES:
-        raise UnsupportedError(f"out_dtype is {value!r}; allowed are {', '.join(DTYPE_CODES)}.")
-    return name
+    return q_dtype if value is None else element_type("out_dtype", value)
+
+
+def element_type(name: str, value: Any) -> str:
+    """Return the name of an element type of rows.
+
+    Parameters
+    ----------
+    name : str
+        What the caller calls it.
+    value : str or dtype
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel takes it.
+    """
+    found = value if isinstance(value, str) else dtype_name(value)
+    if found not in DTYPE_CODES:
+        raise UnsupportedError(f"{name} is {value!r}; allowed are {', '.join(DTYPE_CODES)}.")
+    return found
 
 
 def _first(bad: np.ndarray[Any, Any]) -> int:
@@ -554,17 +596,46 @@ def _validate_mask(problem: Problem, q_lens: np.ndarray[Any, Any]) -> None:
 
 
 def _validate_pages(problem: Problem, kv_lens: np.ndarray[Any, Any], q_lens: np.ndarray[Any, Any]) -> None:
-    cached = np.maximum(kv_lens - q_lens, 0) if problem.new_kv is not None else kv_lens
-    needed = -(-cached // problem.page_size)
     if problem.page_ids is None:
         return  # page b is request b; kv_lens are within it
-    ids = to_host(problem.page_ids)
-    if problem.kv_indptr is None:
-        begins = np.arange(problem.batch, dtype=np.int64) * ids.shape[1]
-        available = np.full(problem.batch, ids.shape[1], np.int64)
+    cached = np.maximum(kv_lens - q_lens, 0) if problem.new_kv is not None else kv_lens
+    check_pages(problem.page_ids, problem.kv_indptr, cached, problem.page_size, problem.num_pages)
+
+
+def check_pages(
+    page_ids: ArrayView,
+    kv_indptr: ArrayView | None,
+    kv_lens: np.ndarray[Any, Any],
+    page_size: int,
+    num_pages: int | None,
+) -> None:
+    """Check the values of a page table; reads the device.
+
+    Parameters
+    ----------
+    page_ids : ArrayView
+        ``kv_indices``, or a block table.
+    kv_indptr : ArrayView or None
+        None: `page_ids` is a block table.
+    kv_lens : numpy.ndarray, shape (B,)
+        Tokens of each request that lie in the cache.
+    page_size : int
+    num_pages : int or None
+        Pages of the cache, where they are known.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Naming the first bad request or entry, and what is allowed.
+    """
+    needed = -(-kv_lens // page_size)
+    ids = to_host(page_ids)
+    if kv_indptr is None:
+        begins = np.arange(len(kv_lens), dtype=np.int64) * ids.shape[1]
+        available = np.full(len(kv_lens), ids.shape[1], np.int64)
         ids = ids.reshape(-1)
     else:
-        indptr = to_host(problem.kv_indptr).astype(np.int64)
+        indptr = to_host(kv_indptr).astype(np.int64)
         begins, available = indptr[:-1], np.diff(indptr)
         if indptr[0] < 0 or (available < 0).any() or indptr[-1] > ids.shape[0]:
             raise InvalidArgumentError(
@@ -575,15 +646,15 @@ def _validate_pages(problem: Problem, kv_lens: np.ndarray[Any, Any], q_lens: np.
     if bad.any():
         request = _first(bad)
         raise InvalidArgumentError(
-            f"kv_lens[{request}] is {kv_lens[request]} and needs {needed[request]} pages of {problem.page_size} "
+            f"kv_lens[{request}] leaves {kv_lens[request]} tokens to the cache, {needed[request]} pages of {page_size} "
             f"tokens; the page table names {available[request]} for it."
         )
-    for request in range(problem.batch):
+    for request in range(len(kv_lens)):
         used = ids[begins[request] : begins[request] + needed[request]]
-        wrong = (used < 0) | (used >= problem.num_pages)
+        wrong = used < 0 if num_pages is None else (used < 0) | (used >= num_pages)
         if wrong.any():
             entry = _first(wrong)
             raise InvalidArgumentError(
-                f"page {entry} of request {request} has id {used[entry]}; kv_cache holds pages 0 .. "
-                f"{problem.num_pages - 1}."
+                f"page {entry} of request {request} has id {used[entry]}; "
+                + ("none is negative." if num_pages is None else f"kv_cache holds pages 0 .. {num_pages - 1}.")
             )

@@ -375,6 +375,7 @@ def test_rows_of_compile_tell_the_forms_apart() -> None:
     assert len(set(rows)) == len(rows) > 100
     assert ("combine", "split_warps=1 bfloat16 partial_dtype=float32") in rows
     assert ("combine", "split_warps=1 bfloat16") in rows
+    assert ("mask", "format=retrieve") in rows
     assert ("tile", "ht=8 tk=32 bfloat16 out_dtype=float32") in rows
     assert ("mma_narrow", "kv_groups=2 stages=2 exchange_buffers=2 soft_cap split_kv float16") in rows
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlaflash import emulator
+from mlaflash import emulator, mask_pack
 from mlaflash.emulator import build, run_kernel
 from mlaflash.emulator.run import load_library
 from mlaflash.errors import (
@@ -240,6 +240,13 @@ def test_no_warnings_in_the_kernels(compiler: str, monkeypatch: pytest.MonkeyPat
         emulator.mla_verify(**arguments, kernel=config.kernel, tiles=config)
     assert set(compiled) == {"naive", "tile", "combine"}
     assert set(compiled) <= set(kernel_names())
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("source_format", mask_pack.FORMAT_CODES)
+def test_no_warnings_in_any_form_of_mask(source_format: str, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    assert build.compile_library("mask", mask_pack.defines(source_format), options=["-Werror"]).log == ""
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

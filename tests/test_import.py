@@ -13,7 +13,7 @@ import mlaflash
 
 PACKAGE = Path(mlaflash.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-HEAVY = {"cupy", "cupy_backends", "cupyx", "torch", "rich", "click", "ml_dtypes", "matplotlib"}
+HEAVY = {"cupy", "cupy_backends", "cupyx", "torch", "jax", "rich", "click", "ml_dtypes", "matplotlib"}
 
 
 def run(script: str, cwd: Path, **environment: str) -> str:
@@ -69,12 +69,16 @@ def test_a_bad_variable_does_not_break_the_import(tmp_path):
 LAYERS = [
     {"errors"},
     {"checks", "settings"},
-    {"device", "interop", "mask_formats", "params"},
-    {"combine", "masks", "merge", "mma_tiles", "problem", "scale", "tiles"},
+    {"device", "dlpack", "mask_formats", "params"},
+    {"interop"},
+    {"combine", "mask_source", "masks", "merge", "mma_tiles", "problem", "scale", "streams", "tiles"},
     {"cost"},
-    {"jit", "oracle", "schedule"},
-    {"attention", "emulator"},
-    {"lab"},
+    {"jit", "mask_pack", "oracle", "schedule"},
+    {"reuse"},
+    {"attention"},
+    {"plan", "plan_gpu"},
+    {"emulator"},
+    {"integrations", "lab"},
     {"commands"},
     {"__main__"},
 ]
@@ -109,6 +113,17 @@ def test_imports_point_one_way(path):
     assert not upward, f"{part} imports {upward}, which lie above it"
 
 
+def imported_modules(tree: ast.Module) -> set[str]:
+    """Name the top-level modules that a module imports, wherever in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
 BROAD = {"BaseException", "Exception"}
 
 
@@ -127,6 +142,8 @@ def test_each_rule_has_one_place(path):
         assert not used & {"os.environ", "os.getenv"}, "only settings.py reads the environment"
     if place != "commands/render.py":
         assert "print" not in used, "only commands/render.py prints"
+    if place != "integrations/torch.py":
+        assert not imported_modules(tree) & {"torch", "jax", "jaxlib"}, "arrays are used without their frameworks"
     if place != "device.py":
         questions = {"getDeviceProperties", "deviceGetAttribute", "getDeviceCount", "is_available"}
         asked = {name for name in used if name.rsplit(".", 1)[-1] in questions}

@@ -53,7 +53,7 @@ def test_the_sdist_holds_the_kernels_the_tests_and_the_documents(distributions):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"kernels/{name}" for name in kernel_files()} <= names
     assert {"cli.py", "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} <= names
-    assert "tests/test_package.py" in names
+    assert {"tests/test_package.py", "examples/emulator.py"} <= names
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ def test_values_that_are_not_allowed(changes: dict[str, Any], message: str) -> N
     ("changes", "message"),
     [
         ({"kv_lens": np.array([20, -1], np.int32)}, r"kv_lens\[1\] is -1"),
-        ({"kv_lens": np.array([20, 70], np.int32)}, r"kv_lens\[1\] is 70 and needs 5 pages .* names 4"),
+        ({"kv_lens": np.array([20, 70], np.int32)}, r"kv_lens\[1\] leaves 70 tokens to the cache, 5 pages .* names 4"),
         ({"kv_lens": np.array([20, 10_000], np.int32)}, r"kv_lens\[1\] is 10000; allowed is 0 \.\."),
         ({"kv_indices": np.array([1, 99, 0, 1, 2, 3, 4, 5], np.int32)}, "page 1 of request 0 has id 99"),
         ({"kv_indices": np.array([1, -2, 0, 1, 2, 3, 4, 5], np.int32)}, "page 1 of request 0 has id -2"),

@@ -32,7 +32,7 @@ OUT_OF_LINE Epoch epoch_of(Block& block, Mbarrier& mbarrier, u32 thread, Site si
     }
     mbarrier.agent = block.num_agents++;
   }
-  return make_epoch(mbarrier.phase + 1, mbarrier.agent);
+  return make_epoch(mbarrier.earlier_phases + mbarrier.phase + 1, mbarrier.agent);
 }
 
 template <u32 SIZE>

@@ -79,15 +79,19 @@ OUT_OF_LINE void mbarrier_create(u32 address, u32 count, Site site) {
   if (*shadow_of(block, offset) == MBARRIER_WORD) {
     FAULT(site, "barrier", "the mbarrier at shared + %u is initialised twice", offset);
   }
-  if (block.num_mbarriers == MAX_MBARRIERS) FAULT(site, "barrier", "more than %u mbarriers", MAX_MBARRIERS);
+  u32 slot = 0;
+  while (slot < block.num_mbarriers && block.mbarriers[slot].offset != offset) ++slot;
+  if (slot == MAX_MBARRIERS) FAULT(site, "barrier", "more than %u mbarriers", MAX_MBARRIERS);
   stamp_write<8>(block, warp, offset, MBARRIER_WORD, site);
-  const u32 slot = block.num_mbarriers++;
   memcpy(block.shared + offset, &slot, sizeof(slot));
   Mbarrier& mbarrier = block.mbarriers[slot];
-  memset(&mbarrier, 0, sizeof(mbarrier));
-  mbarrier.offset = offset;
+  if (slot == block.num_mbarriers) {
+    ++block.num_mbarriers;
+    memset(&mbarrier, 0, sizeof(mbarrier));
+    mbarrier.offset = offset;
+    mbarrier.agent = AGENTS;
+  }
   mbarrier.count = mbarrier.pending = count;
-  mbarrier.agent = AGENTS;
   mbarrier.init_epoch = warp.epoch;
 }
 
@@ -104,11 +108,29 @@ OUT_OF_LINE Mbarrier& find_mbarrier(Block& block, Warp& warp, u32 address, Site 
   return mbarrier;
 }
 
+// What comes to the same place later is another mbarrier, but of the same agent: its clock goes on.
+OUT_OF_LINE void mbarrier_retire(u32 address, Site site) {
+  Block& block = current_block();
+  Warp& warp = current_warp(block);
+  Mbarrier& mbarrier = find_mbarrier(block, warp, address, site);
+  for (u32 i = 0; i < block.num_warps; ++i) {
+    if (mbarrier.waiting[i]) FAULT(site, "barrier", "warp %u waits on the mbarrier that is invalidated", i);
+  }
+  for (u32 i = 0; i < block.num_events; ++i) {
+    if (block.events[i].mbarrier == &mbarrier)
+      FAULT(site, "barrier", "a copy is to arrive on the invalidated mbarrier");
+  }
+  for (u32 i = 0; i < 2; ++i) shadow_of(block, mbarrier.offset)[i] = warp.epoch;
+  mbarrier.earlier_phases += mbarrier.phase + 1;
+  mbarrier.phase = 0;
+  mbarrier.tx = 0;
+}
+
 OUT_OF_LINE void complete_phase_if_due(Block& block, Mbarrier& mbarrier) {
   if (mbarrier.pending || mbarrier.tx) return;
   ++mbarrier.phase;
   mbarrier.pending = mbarrier.count;
-  if (mbarrier.agent < AGENTS) mbarrier.open.at[mbarrier.agent] = mbarrier.phase;
+  if (mbarrier.agent < AGENTS) mbarrier.open.at[mbarrier.agent] = mbarrier.earlier_phases + mbarrier.phase;
   mbarrier.done.join(mbarrier.open);
   for (u32 i = 0; i < block.num_warps; ++i) {
     block.warps[i].ready |= mbarrier.waiting[i];

@@ -10,15 +10,16 @@
 
 #define DEVICE [[maybe_unused]] static inline
 #define SITE emulator::Site site = emulator::Site::here()
-#define KERNEL(name, threads, min_blocks)                                                                         \
+#define KERNEL_WITH(Params, name, threads, min_blocks)                                                            \
   static_assert((threads) % WARP == 0 && (threads) > 0 && (threads) <= emulator::MAX_THREADS && (min_blocks) > 0, \
                 "a block is 1 to 32 whole warps");                                                                \
-  static void name##_thread(const VerifyParams& p);                                                               \
+  static void name##_thread(const Params& p);                                                                     \
   extern "C" __attribute__((visibility("default"))) int name(emulator::Launch* launch) {                          \
-    return emulator::run_worker(launch, threads, sizeof(VerifyParams),                                            \
-                                [](const void* p) { name##_thread(*static_cast<const VerifyParams*>(p)); });      \
+    return emulator::run_worker(launch, threads, sizeof(Params),                                                  \
+                                [](const void* p) { name##_thread(*static_cast<const Params*>(p)); });            \
   }                                                                                                               \
-  static void name##_thread([[maybe_unused]] const VerifyParams& p)
+  static void name##_thread([[maybe_unused]] const Params& p)
+#define KERNEL(name, threads, min_blocks) KERNEL_WITH(VerifyParams, name, threads, min_blocks)
 
 // --- indices -------------------------------------------------------------------------------------------------------
 DEVICE int thread_idx() { return (int)emulator::current_thread(); }
@@ -33,6 +34,7 @@ DEVICE int grid_dim_z() { return (int)emulator::current_block().launch->grid[2];
 DEVICE u32 shared_base() { return emulator::SHARED_BASE; }
 
 // --- global memory -------------------------------------------------------------------------------------------------
+DEVICE u8 ld_global_u8(const void* ptr, SITE) { return emulator::load_global<u8>(ptr, site); }
 DEVICE u16 ld_global_u16(const void* ptr, SITE) { return emulator::load_global<u16>(ptr, site); }
 DEVICE u32 ld_global_u32(const void* ptr, SITE) { return emulator::load_global<u32>(ptr, site); }
 DEVICE u32 ld_global_early_u32(const void* ptr, SITE) { return emulator::load_global<u32>(ptr, site); }
@@ -50,6 +52,7 @@ DEVICE u32x4 ld_global_cg_u32x4(const void* ptr, SITE) { return emulator::load_g
 DEVICE f32x4 ld_global_cg_f32x4(const void* ptr, SITE) { return emulator::load_global_coherent<f32x4>(ptr, site); }
 DEVICE void st_global_u16(void* ptr, u16 v, SITE) { emulator::store_global(ptr, v, site); }
 DEVICE void st_global_u32(void* ptr, u32 v, SITE) { emulator::store_global(ptr, v, site); }
+DEVICE void st_global_u64(void* ptr, u64 v, SITE) { emulator::store_global(ptr, v, site); }
 DEVICE void st_global_f32(void* ptr, float v, SITE) { emulator::store_global(ptr, v, site); }
 DEVICE void st_global_u32x2(void* ptr, u32x2 v, SITE) { emulator::store_global(ptr, v, site); }
 DEVICE void st_global_u32x4(void* ptr, u32x4 v, SITE) { emulator::store_global(ptr, v, site); }
@@ -106,6 +109,7 @@ DEVICE void named_barrier_arrive(int id, int threads, SITE) {
   emulator::barrier(emulator::Op::BARRIER_ARRIVE, (u32)id, (u32)threads, site);
 }
 DEVICE void mbarrier_init(u32 mbar, u32 count, SITE) { emulator::mbarrier_create(mbar, count, site); }
+DEVICE void mbarrier_inval(u32 mbar, SITE) { emulator::mbarrier_retire(mbar, site); }
 DEVICE void mbarrier_arrive(u32 mbar, SITE) { emulator::mbarrier_arrival(mbar, 0, site); }
 DEVICE bool mbarrier_try_wait(u32 mbar, u32 parity, SITE) {
   return emulator::mbarrier_attempt(mbar, parity, true, site);

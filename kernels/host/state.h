@@ -157,8 +157,9 @@ struct Mbarrier {
   u32 offset;
   u32 count, pending;
   i64 tx;
-  u32 phase;  // completed phases
-  u32 agent;  // AGENTS: no asynchronous copy has completed here yet
+  u32 phase;           // completed phases
+  u32 earlier_phases;  // and more, of mbarriers that lay here before
+  u32 agent;           // AGENTS: no asynchronous copy has completed here yet
   Epoch init_epoch;
   u32 waiting[MAX_WARPS];
   Clock open;  // arrivals of the phase that is not complete

@@ -1,15 +1,11 @@
-// What the tensor-core kernels share: the rows and KV tiles of a block, the masks of a tile, the online softmax on
-// fragments, and the stores of the results.
+// What the tensor-core kernels share: the masks of a tile, the online softmax on fragments, and the stores of the
+// results.
 //
-// Packed rows: row r of a request is (query token r / H, head r % H), so that all heads of all its query tokens read
-// one KV stream.
 // Fragments: of a 16 x 8 accumulator, lane l holds columns 2 (l % 4) and + 1 of row l / 4 in [0] and [1], and the same
 // columns of row l / 4 + 8 in [2] and [3]. "Half" h of a lane is its row l / 4 + 8 h. The scores of 16 rows x 16 tokens
 // are two such tiles.
 #pragma once
-#include "addressing.cuh"
-
-constexpr int TILE = 16;  // tokens of a KV tile; rows of an MMA tile
+#include "work.cuh"
 
 static_assert(Q_DTYPE != FLOAT32 && KV_DTYPE == Q_DTYPE, "tensor cores take bfloat16 or float16, q and KV alike");
 
@@ -21,34 +17,6 @@ DEVICE void mma_16x8x16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     mma_m16n8k16_bf16(c, a, b0, b1);
   else
     mma_m16n8k16_f16(c, a, b0, b1);
-}
-
-// --- rows and tiles of a block -------------------------------------------------------------------------------------
-
-struct RowTile {
-  int first, end;       // packed rows [first, end) of the request; end <= first: the request has no such rows
-  int q_first, q_last;  // absolute query tokens of the first and of the last row
-};
-
-DEVICE RowTile row_tile(const VerifyParams& p, const Request& r, int first, int rows) {
-  RowTile t;
-  t.first = first;
-  t.end = min_int(first + rows, r.q_len * p.num_heads);
-  t.q_first = r.q_begin + first / p.num_heads;
-  t.q_last = r.q_begin + min_int((first + rows - 1) / p.num_heads, r.q_len - 1);  // divides while q_len is on its way
-  return t;
-}
-
-struct TileRange {
-  int begin, end;  // KV tiles
-};
-
-// Split `split` of the tiles in which some row of the block sees a token: equal runs, the last ones may be empty.
-DEVICE TileRange split_tiles(const VerifyParams& p, const Request& r, const RowTile& rows, int split) {
-  const int all = (visible_end(p, r, rows.q_last) + TILE - 1) / TILE;
-  const int per_split = (all + p.num_splits - 1) / p.num_splits;
-  const int begin = min_int(split * per_split, all);
-  return {begin, min_int(begin + per_split, all)};
 }
 
 // --- masks ---------------------------------------------------------------------------------------------------------
@@ -200,20 +168,27 @@ DEVICE void store_half(u8* ptr, bool exists, int quad_lane, const float (&o)[N][
                             o[i][2 * half + 1] * factor, o[i + 1][2 * half] * factor, o[i + 1][2 * half + 1] * factor);
 }
 
-// Where packed row `row` goes: into out, or into the partial results of this block's split.
+// The block's results are not final: other blocks have other tokens of these rows. `part` is that of a WorkItem.
+DEVICE bool is_partial(const VerifyParams& p, int part) { return PLANNED ? part >= 0 : p.num_splits > 1; }
+
+// Row of the partial results where packed row `row` goes: that of its split, or PLANNED of its part.
+DEVICE i64 partial_row(const VerifyParams& p, const Request& r, int row, int part) {
+  if constexpr (PLANNED) return part_row(part, row);
+  return (block_idx_y() * (i64)p.num_tokens + r.q_begin) * p.num_heads + row;
+}
+
+// Where packed row `row` goes: into out, or into the partial results.
 template <int DTYPE>
-DEVICE u8* result_row(const VerifyParams& p, const Request& r, int row) {
-  if (p.num_splits > 1)
-    return element_ptr<DTYPE>(p.partial_out,
-                              ((block_idx_y() * (i64)p.num_tokens + r.q_begin) * p.num_heads + row) * DL);
+DEVICE u8* result_row(const VerifyParams& p, const Request& r, int row, int part) {
+  if (is_partial(p, part)) return element_ptr<DTYPE>(p.partial_out, partial_row(p, r, row, part) * DL);
   return element_ptr<DTYPE>(p.out,
                             (r.q_begin + row / p.num_heads) * p.out_stride_t + row % p.num_heads * p.out_stride_h);
 }
 
 // `lse` is base 2.
-DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, float lse) {
-  if (p.num_splits > 1)
-    st_global_f32(p.partial_lse + (block_idx_y() * (i64)p.num_tokens + r.q_begin) * p.num_heads + row, lse);
+DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, int part, float lse) {
+  if (is_partial(p, part))
+    st_global_f32(p.partial_lse + partial_row(p, r, row, part), lse);
   else
     st_global_f32(p.lse + (r.q_begin + row / p.num_heads) * p.lse_stride_t + row % p.num_heads * p.lse_stride_h,
                   lse * LN_2);
@@ -221,7 +196,7 @@ DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, float ls
 
 // A warp's 16 rows from `first` on (those below `end`), 8 N columns from `column` on; that of column 0 writes the lse.
 template <int N>
-DEVICE void store_results(const VerifyParams& p, const Request& r, int first, int end, int column,
+DEVICE void store_results(const VerifyParams& p, const Request& r, int part, int first, int end, int column,
                           const Softmax& softmax, const float (&o)[N][4]) {
   const int lane = lane_idx(), quad_lane = lane % 4;
 #pragma unroll
@@ -231,19 +206,20 @@ DEVICE void store_results(const VerifyParams& p, const Request& r, int first, in
     // Not asked of the maximum: where scores are NaN it stays -inf, and would hide them.
     const bool exists = row < end, empty = sum == 0.0f;
     const float factor = empty ? 0.0f : 1.0f / sum;
-    if (OUT_DTYPE == PARTIAL_DTYPE || p.num_splits == 1)
-      store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, row) + column * element_bytes<OUT_DTYPE>(), exists, quad_lane,
-                            o, h, factor);
+    if (OUT_DTYPE == PARTIAL_DTYPE || !is_partial(p, part))
+      store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, row, part) + column * element_bytes<OUT_DTYPE>(), exists,
+                            quad_lane, o, h, factor);
     else
-      store_half<PARTIAL_DTYPE>(result_row<PARTIAL_DTYPE>(p, r, row) + column * element_bytes<PARTIAL_DTYPE>(), exists,
-                                quad_lane, o, h, factor);
-    if (exists && column == 0 && quad_lane == 0) store_lse(p, r, row, empty ? neg_inf() : softmax.base[h] + lg2(sum));
+      store_half<PARTIAL_DTYPE>(result_row<PARTIAL_DTYPE>(p, r, row, part) + column * element_bytes<PARTIAL_DTYPE>(),
+                                exists, quad_lane, o, h, factor);
+    if (exists && column == 0 && quad_lane == 0)
+      store_lse(p, r, row, part, empty ? neg_inf() : softmax.base[h] + lg2(sum));
   }
 }
 
 template <int DTYPE>
-DEVICE void store_zeros(const VerifyParams& p, const Request& r, int row, int quad) {
-  u8* ptr = result_row<DTYPE>(p, r, row) + quad * 4 * element_bytes<DTYPE>();
+DEVICE void store_zeros(const VerifyParams& p, const Request& r, int row, int part, int quad) {
+  u8* ptr = result_row<DTYPE>(p, r, row, part) + quad * 4 * element_bytes<DTYPE>();
   if constexpr (DTYPE == FLOAT32)
     st_global_f32x4(ptr, {0.0f, 0.0f, 0.0f, 0.0f});
   else
@@ -253,18 +229,19 @@ DEVICE void store_zeros(const VerifyParams& p, const Request& r, int row, int qu
 // Rows [first, end) of a split in which they see nothing: zeros and an lse of -inf. Of several splits the zeros weigh
 // nothing, but combine loads them before it knows the weights, and memory that nobody wrote is no thing to load.
 template <int THREADS>
-DEVICE void store_empty(const VerifyParams& p, const Request& r, int first, int end) {
+DEVICE void store_empty(const VerifyParams& p, const Request& r, int part, int first, int end) {
   constexpr int QUADS = DL / 4;
-  for (int row = first + thread_idx(); row < end; row += THREADS) store_lse(p, r, row, neg_inf());
+  for (int row = first + thread_idx(); row < end; row += THREADS) store_lse(p, r, row, part, neg_inf());
   for (int i = thread_idx(); i < (end - first) * QUADS; i += THREADS) {
-    if (OUT_DTYPE == PARTIAL_DTYPE || p.num_splits == 1)
-      store_zeros<OUT_DTYPE>(p, r, first + i / QUADS, i % QUADS);
+    if (OUT_DTYPE == PARTIAL_DTYPE || !is_partial(p, part))
+      store_zeros<OUT_DTYPE>(p, r, first + i / QUADS, part, i % QUADS);
     else
-      store_zeros<PARTIAL_DTYPE>(p, r, first + i / QUADS, i % QUADS);
+      store_zeros<PARTIAL_DTYPE>(p, r, first + i / QUADS, part, i % QUADS);
   }
 }
 
-// Query tokens behind the last request belong to nobody and come out empty. The last request's blocks share them.
+// Query tokens behind the last request belong to nobody and come out empty. The last request's blocks share them;
+// PLANNED kernels/combine_planned.cu does that.
 template <int THREADS>
 DEVICE void store_padding(const VerifyParams& p, Request r) {
   if (r.index != p.batch - 1) return;
@@ -273,5 +250,13 @@ DEVICE void store_padding(const VerifyParams& p, Request r) {
   if (rows == 0) return;  // as nearly always, at no more cost
   const int share = (rows + grid_dim_x() - 1) / grid_dim_x();
   const int first = min_int(block_idx_x() * share, rows);
-  store_empty<THREADS>(p, r, first, min_int(first + share, rows));
+  store_empty<THREADS>(p, r, 0, first, min_int(first + share, rows));
+}
+
+// An item whose rows see nothing at all.
+template <int THREADS>
+DEVICE void store_empty_item(const VerifyParams& p, const WorkItem& w) {
+  const Request r = request_of(w);
+  const int first = w.row_tile * PLANNED_ROWS;
+  store_empty<THREADS>(p, r, -1, first, min_int(first + PLANNED_ROWS, r.q_len * p.num_heads));
 }

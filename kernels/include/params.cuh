@@ -62,6 +62,15 @@ struct VerifyParams {
   i32 vectorized;   // 1: every q and KV row starts on 16 bytes, so 128-bit loads are legal
   float sm_scale;
   float logit_cap;  // 0: no soft-cap
+
+  // Schedules made on the device: the kernel plan writes them, kernels with PLANNED_ROWS follow them.
+  void* work_items;    // WorkItem [work_blocks + row tiles of the batch]; a block's first item is the one of its index
+  void* work_merges;   // WorkMerge [work_blocks]
+  void* work_scratch;  // of plan alone
+  i32 work_blocks;     // blocks of the kernel that follows
+  i32 work_row_tiles;  // most row tiles of a request
+  i32 work_start_tiles;  // what starting on a row tile costs, in KV tiles
+  i32 work_least_tiles;  // fewest KV tiles of a block while others have none
 };
 
 #ifndef MLAFLASH_Q_DTYPE
@@ -122,6 +131,15 @@ constexpr int NEW_KV = MLAFLASH_NEW_KV;
 #ifdef MLAFLASH_SPLIT_KV
 constexpr int SPLIT_KV = MLAFLASH_SPLIT_KV;
 #endif
+
+// Tensor-core kernels and combine. 0: the grid says what a block computes. Else the list of the kernel plan does, whose
+// row tiles have this many rows.
+#ifdef MLAFLASH_PLANNED_ROWS
+constexpr int PLANNED_ROWS = MLAFLASH_PLANNED_ROWS;
+#else
+constexpr int PLANNED_ROWS = 0;
+#endif
+constexpr bool PLANNED = PLANNED_ROWS > 0;
 
 // mma_narrow: groups of four warps that take turns at the KV tiles, and buffers for the scores that a group's warps
 // exchange.

@@ -9,9 +9,10 @@
 #else
 
 #define DEVICE static __device__ __forceinline__
-// One block of `threads` threads; at least `min_blocks` of them fit an SM's registers.
-#define KERNEL(name, threads, min_blocks) \
-  extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ VerifyParams p)
+// One block of `threads` threads; at least `min_blocks` of them fit an SM's registers. `Params` is what p is.
+#define KERNEL_WITH(Params, name, threads, min_blocks) \
+  extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ Params p)
+#define KERNEL(name, threads, min_blocks) KERNEL_WITH(VerifyParams, name, threads, min_blocks)
 
 // --- indices -------------------------------------------------------------------------------------------------------
 DEVICE int thread_idx() { return threadIdx.x; }
@@ -35,6 +36,7 @@ DEVICE u32 shared_base() {
 }
 
 // --- global memory -------------------------------------------------------------------------------------------------
+DEVICE u8 ld_global_u8(const void* ptr) { return *(const u8*)ptr; }
 DEVICE u16 ld_global_u16(const void* ptr) { return *(const u16*)ptr; }
 DEVICE u32 ld_global_u32(const void* ptr) { return *(const u32*)ptr; }
 DEVICE u64 ld_global_u64(const void* ptr) { return *(const u64*)ptr; }
@@ -89,6 +91,7 @@ DEVICE f32x4 ld_global_cg_f32x4(const void* ptr) {
 }
 DEVICE void st_global_u16(void* ptr, u16 v) { *(u16*)ptr = v; }
 DEVICE void st_global_u32(void* ptr, u32 v) { *(u32*)ptr = v; }
+DEVICE void st_global_u64(void* ptr, u64 v) { *(u64*)ptr = v; }
 DEVICE void st_global_f32(void* ptr, float v) { *(float*)ptr = v; }
 DEVICE void st_global_u32x2(void* ptr, u32x2 v) { *(u32x2*)ptr = v; }
 DEVICE void st_global_u32x4(void* ptr, u32x4 v) { *(u32x4*)ptr = v; }
@@ -211,6 +214,8 @@ DEVICE void named_barrier_arrive(int id, int threads) {
 DEVICE void mbarrier_init(u32 mbar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbar), "r"(count) : "memory");
 }
+// The mbarrier is gone; its memory may be written, and become another one.
+DEVICE void mbarrier_inval(u32 mbar) { asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(mbar) : "memory"); }
 DEVICE void mbarrier_arrive(u32 mbar) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbar) : "memory");

@@ -120,7 +120,19 @@ class Kernel:
         block : int
             Of the launch.
         """
-        return self._refused(str(self._driver.CUDADriverError(status)), grid, block, self.shared_bytes)
+        return self.refused(str(self._driver.CUDADriverError(status)), grid, block)
+
+    def refused(self, reason: str, grid: Grid, block: int) -> LaunchError:
+        """Return the error for a launch that cannot be.
+
+        Parameters
+        ----------
+        reason : str
+        grid : tuple of int
+        block : int
+            Of the launch.
+        """
+        return self._refused(reason, grid, block, self.shared_bytes)
 
     def attributes(self) -> dict[str, int]:
         """Ask the driver what the loaded kernel uses.

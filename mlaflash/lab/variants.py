@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mlaflash import cost
+from mlaflash import cost, mask_pack
 from mlaflash.device import Device
 from mlaflash.errors import CompileError, UnsupportedError
 from mlaflash.interop import numpy_view
@@ -24,7 +24,7 @@ from mlaflash.problem import Problem
 from mlaflash.schedule import KERNELS, MMA_KERNELS, plan
 from mlaflash.tiles import KernelConfig
 
-COMPILED: Final = (*KERNELS, "combine")
+COMPILED: Final = (*KERNELS, "combine", "mask")
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
 _FEATURES: Final = frozenset(name.lower() for name in feature_defines(0, False, False))
@@ -123,8 +123,12 @@ def form(kernel: str, defines: Mapping[str, int]) -> dict[str, Any]:
     -------
     dict
         Constants under their lower-case names; ``dtype`` of q and the KV; and where they differ from it ``out_dtype``
-        and, of `combine`, ``partial_dtype``. In the other kernels the latter follows from the rest.
+        and, of `combine`, ``partial_dtype``. In the other kernels the latter follows from the rest. Of `mask`, the
+        name of its format.
     """
+    if kernel == "mask":
+        code = defines.get("FORMAT")
+        return {"format": next((name for name, known in mask_pack.FORMAT_CODES.items() if known == code), "unknown")}
     names = {code: name for name, code in DTYPE_CODES.items()}
     config: dict[str, Any] = {name.lower(): code for name, code in defines.items() if not name.endswith("_DTYPE")}
     roles = ("OUT", "PARTIAL") if kernel == "combine" else ("OUT",)
@@ -208,6 +212,18 @@ def variants(
                 is_shipped,
             )
             found.setdefault((launch.kernel, frozenset(launch.defines.items())), variant)
+    if "mask" in kernels:
+        for source_format in mask_pack.FORMAT_CODES:
+            defines = mask_pack.defines(source_format)
+            variant = Variant(
+                "mask",
+                arch,
+                form("mask", defines),
+                defines,
+                mask_pack.shared_bytes(source_format),
+                device.shared_per_block,
+            )
+            found.setdefault(("mask", frozenset(defines.items())), variant)
     order = {kernel: place for place, kernel in enumerate(COMPILED)}
     return sorted(found.values(), key=lambda variant: order.get(variant.kernel, -1)), list(refused)
 

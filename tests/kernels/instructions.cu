@@ -72,6 +72,10 @@ DEVICE void global_copies(const VerifyParams& p) {
     case 14:
       st_global_u32(bytes_of(p.out, 4 * t), ld_global_nc_u32(bytes_of(p.a, 4 * t)));
       break;
+    case 15:
+      st_global_u16(bytes_of(p.out, 2 * t),
+                    (u16)(ld_global_u8(bytes_of(p.a, 2 * t)) | ld_global_u8(bytes_of(p.a, 2 * t + 1)) << 8));
+      break;
   }
 }
 

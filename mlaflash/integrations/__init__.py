@@ -1,0 +1,1 @@
+"""mlaflash inside other frameworks. Each module needs its framework, and nothing else imports it."""

@@ -1,0 +1,812 @@
+"""Verify steps of a fixed capacity: kernels and memory made ready once, the schedule made on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mlaflash import cost, mask_pack
+from mlaflash.attention import output_views
+from mlaflash.checks import finite, integer
+from mlaflash.device import Device, occupancy_blocks
+from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
+from mlaflash.interop import ArrayView, dtype_name, to_host
+from mlaflash.mask_formats import words_per_row
+from mlaflash.mask_source import MaskSource
+from mlaflash.masks import TreeMask
+from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaNarrowConfig, MmaWideConfig, feature_defines
+from mlaflash.params import DL, MASK_CODES, new_params, numpy_dtype
+from mlaflash.problem import Problem, check_pages, element_type, soft_cap, vector
+from mlaflash.reuse import Reusable, Signature
+from mlaflash.schedule import Launch, Schedule, build_params, mma_refusal
+from mlaflash.tiles import KernelConfig, check_shared, dtype_defines
+
+MAX_WORK_BLOCKS: Final = 1024
+"""Most blocks of a planned kernel."""
+
+_PLAN_THREADS = 512
+_PLAN_SHARED = 144
+_COMBINE_THREADS = 512
+_COMBINE_SHARED = 16 * (32 * 16 + 4)
+_COMBINE_ROWS = 3  # blocks along y: 132 x 3 x 16 warps are enough for 64 rows of 4 items in as many parts
+_LEAST_TILES = 8  # of a block, as cost.choose finds for short requests
+_ALIGNMENT = 256
+_ID_BYTES = {"int32": 4, "int64": 8}
+Launcher = Callable[[Any, Mapping[str, Any]], None]
+"""Of a stream, and of the arrays that the kernel touches where they are kept track of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What a `VerifyPlan` is made for; its parameters are those of the plan, checked.
+
+    Attributes
+    ----------
+    num_heads, max_batch, max_q_len, max_kv_len, max_tokens, page_size, max_ids : int
+    sm_scale, logit_cap : float
+    dtype, out_dtype, id_dtype, mask : str
+    block_table, new_kv, split_kv, copy_ids : bool
+    """
+
+    num_heads: int
+    max_batch: int
+    max_q_len: int
+    max_kv_len: int
+    max_tokens: int
+    max_ids: int
+    page_size: int
+    sm_scale: float
+    logit_cap: float
+    dtype: str
+    out_dtype: str
+    id_dtype: str
+    mask: str
+    block_table: bool
+    new_kv: bool
+    split_kv: bool
+    copy_ids: bool
+
+    @property
+    def rows(self) -> int:
+        """Most packed rows of a request."""
+        return self.max_q_len * self.num_heads
+
+    @property
+    def table_width(self) -> int:
+        """Pages of a request."""
+        return -(-self.max_kv_len // self.page_size)
+
+    @property
+    def mask_words(self) -> int:
+        """Words of a row of the tree mask."""
+        return words_per_row(self.max_q_len) if self.mask == "tree" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How a planned kernel spreads its work.
+
+    Attributes
+    ----------
+    config : MmaNarrowConfig or MmaWideConfig
+    blocks : int
+        Of the kernel that reads the KV, whatever the lengths: as many as run at once.
+    row_tiles : int
+        Most row tiles of a request.
+    start_tiles : int
+        What starting on a row tile costs, in KV tiles.
+    reasons : tuple of str
+        For people.
+    """
+
+    config: MmaNarrowConfig | MmaWideConfig
+    blocks: int
+    row_tiles: int
+    start_tiles: int
+    reasons: tuple[str, ...]
+
+
+def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None = None) -> Work:
+    """Choose kernel and blocks of a plan.
+
+    Parameters
+    ----------
+    capacity : Capacity
+    device : Device
+        Its limits count; a budget's too.
+    tiles : MmaNarrowConfig or MmaWideConfig, optional
+        Constants of the kernel; by default those with the least predicted time of a full plan.
+
+    Raises
+    ------
+    InvalidArgumentError
+        `tiles` belong to another kernel.
+    TileError
+        The configuration does not fit the device.
+    """
+    if tiles is None:
+        choice = cost.choose(max(capacity.rows, 1), max(capacity.max_batch, 1), capacity.max_kv_len, device)
+        config, reasons = choice.config, choice.reasons[:1]
+    elif isinstance(tiles, MmaNarrowConfig | MmaWideConfig):
+        config, reasons = tiles, ("tiles as given",)
+    else:
+        raise InvalidArgumentError(
+            f"tiles is {tiles!r}; a plan takes MmaNarrowConfig or MmaWideConfig. Leave it out to have it chosen."
+        )
+    config = replace(config, nsplit=None)
+    check_shared(config, device, capacity.dtype)
+    row_tiles = max(1, -(-capacity.rows // config.rows))
+    # A thread of these kernels takes up to 255 registers, so that an SM has room for 256.
+    blocks_per_sm = min(occupancy_blocks(config.shared_bytes(), device), max(1, 256 // config.threads))
+    slots = min(device.num_sms * blocks_per_sm, MAX_WORK_BLOCKS)
+    # Row tiles of one request side by side, each in step with the others: they share what they read.
+    blocks = slots // row_tiles * row_tiles if row_tiles < slots else slots
+    reasons += (f"{blocks} blocks share the work of a step on {device.num_sms} SMs",)
+    return Work(config, blocks, row_tiles, cost.start_tiles(config, device), reasons)
+
+
+class Backend(Protocol):
+    """Where a plan's memory lies and its kernels run."""
+
+    @property
+    def device(self) -> Device:
+        """Its limits count; a budget's too."""
+
+    @property
+    def keeps_track(self) -> bool:
+        """Whether launches want to know every array that a kernel touches."""
+
+    def view(self, name: str, array: Any) -> ArrayView:
+        """View the caller's array."""
+
+    def locate(self, array: Any) -> tuple[int, Hashable]:
+        """Return the address of the caller's array, and all else that tells it from others."""
+
+    def memory(self, num_bytes: int, workspace: Any) -> Any:
+        """Allocate bytes, or check those that the caller gives."""
+
+    def piece(self, memory: Any, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
+        """View a part of the memory as another array."""
+
+    def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any]:
+        """Allocate out, and lse without the last axis, for the caller's q."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Make the device the current one."""
+
+    def stream(self, stream: Any, array: Any) -> Any:
+        """Find the stream of work on the caller's array."""
+
+    def copy(self, dst: int, src: ArrayView, width: int, rows: int, dst_pitch: int, stream: Any) -> None:
+        """Enqueue a copy of the first `width` bytes of the first `rows` rows of an array."""
+
+    def load(self, launch: Launch, params: npt.NDArray[np.void], stream: Any) -> Launcher:
+        """Make a launch ready; each call of it enqueues the kernel with what `params` hold by then."""
+
+
+def check_capacity(
+    *,
+    num_heads: int,
+    max_batch: int,
+    max_q_len: int,
+    max_kv_len: int,
+    sm_scale: float,
+    page_size: int = 1,
+    max_tokens: int | None = None,
+    max_ids: int | None = None,
+    q_dtype: Any = "bfloat16",
+    kv_dtype: Any = None,
+    out_dtype: Any = None,
+    id_dtype: Any = "int32",
+    mask: str = "causal",
+    block_table: bool = False,
+    new_kv: bool = False,
+    split_kv: bool = False,
+    copy_ids: bool = True,
+    logit_cap: float = 0.0,
+) -> Capacity:
+    """Check the parameters of a `VerifyPlan`.
+
+    Parameters
+    ----------
+    num_heads, ... : see `VerifyPlan`
+
+    Returns
+    -------
+    Capacity
+
+    Raises
+    ------
+    InvalidArgumentError
+        A value that is not allowed.
+    UnsupportedError
+        Something that the tensor-core kernels do not do.
+    """
+    sizes = {
+        "num_heads": integer("num_heads", num_heads, 1),
+        "max_batch": integer("max_batch", max_batch, 1),
+        "max_q_len": integer("max_q_len", max_q_len, 1),
+        "max_kv_len": integer("max_kv_len", max_kv_len, 1),
+        "page_size": integer("page_size", page_size, 1),
+    }
+    tokens = sizes["max_batch"] * sizes["max_q_len"]
+    table_width = -(-sizes["max_kv_len"] // sizes["page_size"])
+    dtype = element_type("q_dtype", q_dtype)
+    if dtype == "float32":
+        raise UnsupportedError(
+            "q_dtype is 'float32'; a plan serves the tensor-core kernels, which take bfloat16 and float16. Call "
+            "mla_verify for float32."
+        )
+    if kv_dtype is not None and element_type("kv_dtype", kv_dtype) != dtype:
+        raise UnsupportedError(f"kv_dtype is {kv_dtype!r} and q_dtype {dtype!r}; both must be the same.")
+    if mask not in MASK_CODES:
+        raise InvalidArgumentError(
+            f"mask is {mask!r}; a plan is made for one of {', '.join(map(repr, MASK_CODES))}, and update() takes the "
+            "tree itself."
+        )
+    if mask == "tree" and sizes["max_q_len"] > MAX_TAIL_LEN:
+        raise UnsupportedError(f"max_q_len is {max_q_len}; a tree mask has at most {MAX_TAIL_LEN} columns.")
+    id_name = id_dtype if isinstance(id_dtype, str) else dtype_name(id_dtype)
+    if id_name not in _ID_BYTES:
+        raise InvalidArgumentError(f"id_dtype is {id_dtype!r}; allowed are int32 and int64.")
+    return Capacity(
+        **sizes,
+        max_tokens=tokens if max_tokens is None else integer("max_tokens", max_tokens, 1),
+        max_ids=sizes["max_batch"] * table_width if max_ids is None else integer("max_ids", max_ids, 1),
+        sm_scale=finite("sm_scale", sm_scale),
+        logit_cap=soft_cap(logit_cap),
+        dtype=dtype,
+        out_dtype=dtype if out_dtype is None else element_type("out_dtype", out_dtype),
+        id_dtype=id_name,
+        mask=mask,
+        block_table=bool(block_table),
+        new_kv=bool(new_kv),
+        split_kv=bool(split_kv),
+        copy_ids=bool(copy_ids),
+    )
+
+
+class VerifyPlan:
+    """Verify steps of a fixed capacity, for serving engines: plan once, then update and run each step.
+
+    The constructor allocates, compiles and loads. `update` enqueues work on the device alone: it reads no length on the
+    host and synchronises nothing. `run` only launches. All addresses of the plan's own memory stay the same, so both
+    may be captured in CUDA graphs, whose replays follow whatever the arrays hold by then: lengths, ids, masks, and how
+    many requests and query tokens are live.
+
+    The schedule is made on the device (`kernels/plan.cu`): as many blocks as run at once share the KV of the batch
+    evenly, whatever the lengths, so that a graph captured with short requests replays at full speed with long ones.
+
+    A plan is for one stream at a time: `run` reads what the `update` before it wrote.
+
+    Parameters
+    ----------
+    num_heads : int
+        Query heads, H.
+    max_batch : int
+        Most requests of a step.
+    max_q_len : int
+        Most query tokens of a request.
+    max_kv_len : int
+        Most tokens of a request, its new ones included.
+    sm_scale : float
+        As in `mla_verify`.
+    page_size : int
+        Tokens of a page.
+    max_tokens : int, optional
+        Most query tokens of a step; by default ``max_batch * max_q_len``. Bounds the tree mask alone.
+    max_ids : int, optional
+        With `kv_indptr`: most page ids of a step; by default what `max_batch` requests of `max_kv_len` need.
+    q_dtype, kv_dtype : {"bfloat16", "float16"}
+        Both the same.
+    out_dtype : {"bfloat16", "float16", "float32"}, optional
+        By default q's.
+    id_dtype : {"int32", "int64"}
+        Of page ids.
+    mask : {"causal", "none", "tree"}
+        Fixed for the life of the plan; a tree itself is given to `update`.
+    block_table : bool
+        Whether `update` takes a block table in place of `kv_indptr` and `kv_indices`.
+    new_kv : bool
+        Whether `run` takes the last q_len tokens of each request apart from the cache.
+    split_kv : bool
+        Whether the rope columns of a cache row may lie elsewhere than right behind its latent ones.
+    copy_ids : bool
+        Whether `update` copies the page ids to memory of the plan. Without it the array of the last `update` is read by
+        every `run` and must stay; a graph keeps the address of the one at its capture.
+    logit_cap : float
+        As in `mla_verify`.
+    tiles : MmaNarrowConfig or MmaWideConfig, optional
+        Constants of the kernel; by default chosen by `mlaflash.cost`.
+    budget : str, optional
+        As in `mla_verify`.
+    workspace : array, optional
+        Memory for the plan, at least `workspace_bytes` that start on 256 bytes, kept; by default allocated.
+
+    Attributes
+    ----------
+    capacity : Capacity
+    work : Work
+        Kernel and blocks.
+    workspace_bytes : int
+        Memory of the plan: the partial results of two pieces of each block (``2 * blocks * rows`` of 514 elements), 48
+        to 100 bytes for each block and for each row tile of each request, and its copies of ids and masks.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A value that is not allowed.
+    UnsupportedError, TileError
+        Something that the tensor-core kernels do not do, or not on this device.
+    CompileError, CacheMissError, CaptureError, MissingDependencyError, NoDeviceError
+        The kernels cannot be had here.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        max_batch: int,
+        max_q_len: int,
+        max_kv_len: int,
+        sm_scale: float,
+        page_size: int = 1,
+        max_tokens: int | None = None,
+        max_ids: int | None = None,
+        q_dtype: Any = "bfloat16",
+        kv_dtype: Any = None,
+        out_dtype: Any = None,
+        id_dtype: Any = "int32",
+        mask: str = "causal",
+        block_table: bool = False,
+        new_kv: bool = False,
+        split_kv: bool = False,
+        copy_ids: bool = True,
+        logit_cap: float = 0.0,
+        tiles: KernelConfig | None = None,
+        budget: str | None = None,
+        workspace: Any = None,
+    ) -> None:
+        capacity = check_capacity(
+            num_heads=num_heads,
+            max_batch=max_batch,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            sm_scale=sm_scale,
+            page_size=page_size,
+            max_tokens=max_tokens,
+            max_ids=max_ids,
+            q_dtype=q_dtype,
+            kv_dtype=kv_dtype,
+            out_dtype=out_dtype,
+            id_dtype=id_dtype,
+            mask=mask,
+            block_table=block_table,
+            new_kv=new_kv,
+            split_kv=split_kv,
+            copy_ids=copy_ids,
+            logit_cap=logit_cap,
+        )
+        self._start(capacity, self._make_backend(budget), tiles, workspace)
+
+    def _make_backend(self, budget: str | None) -> Backend:
+        from mlaflash.plan_gpu import GpuBackend
+
+        return GpuBackend(budget)
+
+    def _start(self, capacity: Capacity, backend: Backend, tiles: KernelConfig | None, workspace: Any) -> None:
+        self.capacity = capacity
+        self._backend = backend
+        with backend.scope():
+            self.work = choose_work(capacity, backend.device, tiles)
+            shapes = _shapes(capacity, self.work)
+            self.workspace_bytes = sum(_num_bytes(*piece) for piece in shapes.values())
+            self._memory = backend.memory(self.workspace_bytes, workspace)
+            self._pieces: dict[str, Any] = {}
+            offset = 0
+            for name, piece in shapes.items():
+                self._pieces[name] = backend.piece(self._memory, offset, *piece)
+                offset += _num_bytes(*piece)
+            self._pointers = {name: backend.locate(piece)[0] for name, piece in self._pieces.items()}
+            self._page_ids = self._pointers["page_ids"]
+            self._ids_array = self._pieces["page_ids"]
+            self._is_updated = False
+            self._known: dict[Hashable, Reusable] = {}
+            self._plan_params = new_params(**self._work_fields())
+            self._plan = backend.load(plan_launch(self.work), self._plan_params, None)
+            # Loaded here, so that nothing is left to do for the first run, which may be captured.
+            self._load(new_params())
+
+    def _work_fields(self) -> dict[str, Any]:
+        capacity, work = self.capacity, self.work
+        names = ("work_items", "work_merges", "work_scratch", "partial_out", "partial_lse")
+        return {name: self._pointers[name] for name in names} | {
+            "num_heads": capacity.num_heads,
+            "mask_mode": MASK_CODES[capacity.mask],
+            "num_splits": 1,
+            "work_blocks": work.blocks,
+            "work_row_tiles": work.row_tiles,
+            "work_start_tiles": work.start_tiles,
+            "work_least_tiles": _LEAST_TILES,
+        }
+
+    def _load(self, params: npt.NDArray[np.void]) -> tuple[Launcher, ...]:
+        return tuple(self._backend.load(launch, params, None) for launch in run_launches(self.capacity, self.work))
+
+    def update(
+        self,
+        *,
+        kv_lens: Any,
+        qo_indptr: Any = None,
+        q_len: int | None = None,
+        kv_indptr: Any = None,
+        kv_indices: Any = None,
+        block_table: Any = None,
+        mask: TreeMask | MaskSource | None = None,
+        tail_lens: Any = None,
+        validate: bool = False,
+        stream: Any = None,
+    ) -> None:
+        """Take over the metadata of a step and schedule it; device work alone.
+
+        Parameters
+        ----------
+        kv_lens : array, shape (B,), int32
+            As in `mla_verify`; B is at most `max_batch`.
+        qo_indptr : array, shape (B + 1,), int32, optional
+            As in `mla_verify`. Requests that are padding have no query token, or a `kv_lens` of 0.
+        q_len : int, optional
+            Without `qo_indptr`: query tokens of every request; by default `max_q_len`.
+        kv_indptr, kv_indices : array, shapes (B + 1,) and (at most max_ids,), int32 or int64
+            As in `mla_verify`, the ids of the plan's type.
+        block_table : array, shape (B, pages), int32 or int64
+            In their place, where the plan was made so.
+        mask : TreeMask or MaskSource
+            For a plan with ``mask="tree"``, and only for it. Has a row for each query token.
+        tail_lens : array, shape (B,), int32, optional
+            With a tree: as in `mla_verify`.
+        validate : bool
+            Check the values too: reads the device, and so synchronises.
+        stream : object, optional
+            As in `mla_verify`.
+
+        Raises
+        ------
+        ShapeError
+            Rank, length, dtype or device of an array, or more than the plan's capacity.
+        InvalidArgumentError
+            Arguments that do not go together, or with the plan.
+        """
+        backend, capacity = self._backend, self.capacity
+        with backend.scope():
+            stream = backend.stream(stream, kv_lens)
+            lens = vector(backend.view, "kv_lens", kv_lens, ("int32",))
+            batch = lens.shape[0]
+            if batch > capacity.max_batch:
+                raise ShapeError(f"kv_lens has {batch} requests; the plan was made for {capacity.max_batch} at most.")
+            q_len = capacity.max_q_len if q_len is None else integer("q_len", q_len, 0)
+            if q_len > capacity.max_q_len:
+                raise InvalidArgumentError(f"q_len is {q_len}; the plan was made for {capacity.max_q_len} at most.")
+            indptr = None
+            if qo_indptr is not None:
+                indptr = vector(backend.view, "qo_indptr", qo_indptr, ("int32",), batch + 1)
+            tails = None
+            if tail_lens is not None:
+                if capacity.mask != "tree":
+                    raise InvalidArgumentError(
+                        f"tail_lens is given and the plan's mask is {capacity.mask!r}; it says where the columns of a "
+                        "tree lie. Leave it out."
+                    )
+                tails = vector(backend.view, "tail_lens", tail_lens, ("int32",), batch)
+            kv_ptrs, ids = self._ids(batch, kv_indptr, kv_indices, block_table)
+            if validate:
+                self._validate(lens, indptr, q_len, kv_ptrs, ids)
+            self._take_ids(ids, kv_ptrs is None, stream)
+            self._take_mask(mask, qo_indptr, q_len, batch, tail_lens, stream)
+            fields: dict[str, Any] = {
+                "kv_lens": lens.ptr,
+                "qo_indptr": 0 if indptr is None else indptr.ptr,
+                "tail_lens": 0 if tails is None else tails.ptr,
+                "kv_indptr": 0 if kv_ptrs is None else kv_ptrs.ptr,
+                "wide_indptr": kv_ptrs is not None and kv_ptrs.dtype == "int64",
+                "block_table_stride": self._table_stride(ids),
+                "batch": batch,
+                "max_q_len": q_len,
+            }
+            for name, value in fields.items():
+                self._plan_params[name] = value
+            touched = [view for view in (lens, indptr, tails, kv_ptrs) if view is not None]
+            self._plan(stream, self._pieces | {view.name: view.array for view in touched})
+            self._is_updated = True
+
+    def _ids(self, batch: int, kv_indptr: Any, kv_indices: Any, block_table: Any) -> tuple[ArrayView | None, ArrayView]:
+        backend, capacity = self._backend, self.capacity
+        given = {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "block_table": block_table}
+        wanted = ("block_table",) if capacity.block_table else ("kv_indptr", "kv_indices")
+        if any((array is not None) != (name in wanted) for name, array in given.items()):
+            got = ", ".join(name for name, array in given.items() if array is not None) or "none of them"
+            raise InvalidArgumentError(
+                f"given: {got}; the plan was made with block_table={capacity.block_table} and takes "
+                f"{' and '.join(wanted)}."
+            )
+        if not capacity.block_table:
+            ids = vector(backend.view, "kv_indices", kv_indices, (capacity.id_dtype,))
+            indptr = vector(backend.view, "kv_indptr", kv_indptr, ("int32", "int64"), batch + 1)
+            if capacity.copy_ids and ids.shape[0] > capacity.max_ids:
+                raise ShapeError(
+                    f"kv_indices has {ids.shape[0]} ids; the plan was made for {capacity.max_ids} at most."
+                )
+            return indptr, ids
+        table = backend.view("block_table", block_table)
+        if table.ndim != 2 or table.shape[0] != batch or table.dtype != capacity.id_dtype:
+            raise ShapeError(
+                f"block_table is {table.dtype} {table.shape}; it must be {capacity.id_dtype} with {batch} rows."
+            )
+        if table.shape[1] > 1 and table.strides[1] != 1:
+            raise ShapeError(f"block_table has strides {table.strides}; its last axis must be contiguous. Copy it.")
+        return None, table
+
+    def _table_stride(self, ids: ArrayView) -> int:
+        if not self.capacity.block_table:
+            return 0
+        return self.capacity.table_width if self.capacity.copy_ids else ids.strides[0]
+
+    def _take_ids(self, ids: ArrayView, is_table: bool, stream: Any) -> None:
+        if not self.capacity.copy_ids:
+            self._page_ids, self._ids_array = ids.ptr, ids.array
+            return
+        if 0 in ids.shape:
+            return
+        if not is_table:
+            self._backend.copy(self._page_ids, ids, ids.shape[0] * ids.itemsize, 1, 0, stream)
+            return
+        width = self.capacity.table_width
+        columns = min(ids.shape[1], width)
+        self._backend.copy(self._page_ids, ids, columns * ids.itemsize, ids.shape[0], width * ids.itemsize, stream)
+
+    def _take_mask(
+        self,
+        mask: TreeMask | MaskSource | None,
+        qo_indptr: Any,
+        q_len: int,
+        batch: int,
+        tail_lens: Any,
+        stream: Any,
+    ) -> None:
+        capacity = self.capacity
+        if not isinstance(mask, TreeMask | MaskSource):
+            if capacity.mask == "tree" or mask is not None:
+                given = repr(mask) if mask is None or isinstance(mask, str) else type(mask).__qualname__
+                takes = "takes a TreeMask or a MaskSource" if capacity.mask == "tree" else "takes none"
+                raise InvalidArgumentError(f"mask is {given}; a plan with mask={capacity.mask!r} {takes}.")
+            return
+        if capacity.mask != "tree":
+            raise InvalidArgumentError(
+                f"mask is a {type(mask).__qualname__} and the plan's is {capacity.mask!r}, fixed when it was made. "
+                "Make a plan with mask='tree'."
+            )
+        if isinstance(mask, TreeMask):
+            mask = MaskSource.from_packed(mask.words, tail_lens)
+        ragged: dict[str, Any] = {"qo_indptr": qo_indptr}
+        if qo_indptr is None:
+            ragged = {"q_len": q_len, "batch": batch}
+        packing = mask_pack.build(
+            self._backend.view, mask, self._pieces["mask_words"], capacity.max_tokens, capacity.max_q_len, **ragged
+        )
+        touched = {name: view.array for name, view in packing.arrays.items()} | self._pieces
+        self._backend.load(packing.launch, packing.params, stream)(stream, touched)
+
+    def _validate(
+        self, lens: ArrayView, indptr: ArrayView | None, q_len: int, kv_ptrs: ArrayView | None, ids: ArrayView
+    ) -> None:
+        capacity = self.capacity
+        kv_lens = to_host(lens).astype(np.int64)
+        q_lens = np.full(len(kv_lens), q_len, np.int64)
+        if indptr is not None:
+            bounds = to_host(indptr).astype(np.int64)
+            q_lens = np.diff(bounds)
+            if bounds[0] != 0 or (q_lens < 0).any() or bounds[-1] > capacity.max_tokens:
+                raise InvalidArgumentError(
+                    f"qo_indptr is {bounds.tolist()[:8]}...; it must begin with 0, never fall, and end at or below the "
+                    f"plan's {capacity.max_tokens} query tokens."
+                )
+        for name, values, most in (("q_len", q_lens, capacity.max_q_len), ("kv_len", kv_lens, capacity.max_kv_len)):
+            bad = np.flatnonzero((values < 0) | (values > most))
+            if bad.size:
+                raise InvalidArgumentError(
+                    f"{name} of request {bad[0]} is {values[bad[0]]}; the plan was made for 0 .. {most}."
+                )
+        cached = np.maximum(kv_lens - q_lens, 0) if capacity.new_kv else kv_lens
+        check_pages(ids, kv_ptrs, cached, capacity.page_size, None)
+
+    def run(
+        self,
+        q: Any,
+        kv_cache: Any,
+        *,
+        new_kv: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        stream: Any = None,
+    ) -> tuple[Any, Any]:
+        """Attend the query tokens of the step that `update` planned; launches alone.
+
+        Parameters
+        ----------
+        q, kv_cache, new_kv
+            As in `mla_verify`. Rows of q behind the last request are padding: out 0, lse -inf.
+        out, lse : array, optional
+            As in `mla_verify`. Without them they are allocated, which is the one thing here that is more than a launch.
+        stream : object, optional
+            As in `mla_verify`.
+
+        Returns
+        -------
+        out, lse : array
+
+        Raises
+        ------
+        ShapeError
+            An array does not fit the plan.
+        InvalidArgumentError
+            There was no `update`.
+        """
+        backend = self._backend
+        with backend.scope():
+            stream = backend.stream(stream, q[0] if isinstance(q, tuple | list) else q)
+            if not self._is_updated:
+                raise InvalidArgumentError("run() has nothing to do yet; call update() first.")
+            if out is None or lse is None:
+                rows = (q[0] if isinstance(q, tuple | list) else q).shape[:-1]
+                made = backend.results(q, (*rows, DL), self.capacity.out_dtype, stream)
+                out, lse = (made[0] if out is None else out), (made[1] if lse is None else lse)
+            given = {"q": q, "kv_cache": kv_cache, "new_kv": new_kv, "out": out, "lse": lse}
+            signature = Signature(given, (), backend.locate)
+            known = self._known.get(signature.key)
+            if known is None:
+                known = self._known[signature.key] = self._bind(q, kv_cache, new_kv, out, lse)
+            known.point(signature.addresses, {"page_ids": self._page_ids})
+            touched: Mapping[str, Any] = self._touched(given) if backend.keeps_track else {}
+            for launch in known.launches:
+                launch(stream, touched)
+        return out, lse
+
+    def _touched(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        arrays: dict[str, Any] = {}
+        for name, array in given.items():
+            pieces = array if isinstance(array, tuple | list) else (array,)
+            arrays |= {f"{name}[{i}]" if len(pieces) > 1 else name: piece for i, piece in enumerate(pieces)}
+        arrays = {name: array for name, array in arrays.items() if array is not None}
+        return arrays | self._pieces | {"page_ids": self._ids_array}
+
+    def _bind(self, q: Any, kv_cache: Any, new_kv: Any, out: Any, lse: Any) -> Reusable:
+        """Check arrays of a layout that is new, and make their launches ready."""
+        capacity, stand_ins = self.capacity, self._pieces["stand_ins"]
+        q_shape = (q[0] if isinstance(q, tuple | list) else q).shape
+        uniform = len(q_shape) == 4
+        batch = min(q_shape[0], capacity.max_batch) if uniform else capacity.max_batch
+        num_tokens = int(np.prod(q_shape[: 2 if uniform else 1], dtype=np.int64))
+        mask: Any = capacity.mask
+        if capacity.mask == "tree":
+            if num_tokens > capacity.max_tokens:
+                raise ShapeError(
+                    f"q has {num_tokens} query tokens; the plan was made for {capacity.max_tokens} at most."
+                )
+            mask = TreeMask(self._pieces["mask_words"][:num_tokens], capacity.max_q_len)
+        # The kernels follow the schedule: of what update() was given, only the shapes matter here.
+        problem = Problem.from_arrays(
+            self._backend.view,
+            q,
+            kv_cache,
+            sm_scale=capacity.sm_scale,
+            kv_lens=stand_ins[:batch],
+            qo_indptr=None if uniform else stand_ins[: batch + 1],
+            kv_indptr=stand_ins[: batch + 1],
+            kv_indices=stand_ins,
+            page_size=capacity.page_size,
+            mask=mask,
+            new_kv=new_kv,
+            logit_cap=capacity.logit_cap,
+            out_dtype=capacity.out_dtype,
+            max_q_len=capacity.max_q_len,
+        )
+        self._check_problem(problem)
+        views = output_views(self._backend.view, problem, out, lse)
+        params = build_params(problem, Schedule(self.work.config, 1, (), ()), *views, {})
+        fields = self._work_fields() | {"wide_ids": capacity.id_dtype == "int64"}
+        if capacity.mask == "tree":
+            fields["mask_words"] = self._pointers["mask_words"]
+        for name, value in fields.items():
+            params[name] = value
+        launches = () if problem.is_empty else self._load(params)
+        return Reusable.of(0, problem.out_shape, problem.out_dtype, problem.dtype, (), params, launches)
+
+    def _check_problem(self, problem: Problem) -> None:
+        capacity = self.capacity
+        if problem.dtype != capacity.dtype or problem.num_heads != capacity.num_heads:
+            raise ShapeError(
+                f"q is {problem.dtype} with {problem.num_heads} heads; the plan was made for {capacity.dtype} with "
+                f"{capacity.num_heads}."
+            )
+        if (problem.new_kv is not None) != capacity.new_kv:
+            raise InvalidArgumentError(
+                f"new_kv is {'missing' if problem.new_kv is None else 'given'}; the plan was made with "
+                f"new_kv={capacity.new_kv}."
+            )
+        if problem.is_split_kv and not capacity.split_kv:
+            raise InvalidArgumentError(
+                "the latent and the rope columns of kv_cache lie apart; make the plan with split_kv=True for that."
+            )
+        refusal = mma_refusal(problem)
+        if refusal is not None and not problem.is_empty:
+            raise UnsupportedError(f"a plan does not take these arrays: {refusal}. Call mla_verify.")
+
+
+def plan_launch(work: Work) -> Launch:
+    """Return the launch that makes the schedule.
+
+    Parameters
+    ----------
+    work : Work
+    """
+    # It loads no element: whatever the types, one build will do.
+    types = dtype_defines("bfloat16", "bfloat16", "bfloat16")
+    defines = types | {"PLANNED_ROWS": work.config.rows}
+    return Launch("plan", defines, (1, 1, 1), _PLAN_THREADS, _PLAN_SHARED)
+
+
+def run_launches(capacity: Capacity, work: Work) -> tuple[Launch, Launch]:
+    """Return the launches that follow the schedule: the kernel that reads the KV, and the merge of its parts.
+
+    Parameters
+    ----------
+    capacity : Capacity
+    work : Work
+    """
+    config = work.config
+    types = dtype_defines(capacity.dtype, capacity.out_dtype, capacity.out_dtype) | {"PLANNED_ROWS": config.rows}
+    features = feature_defines(capacity.logit_cap, capacity.new_kv, capacity.split_kv)
+    return (
+        Launch(
+            config.kernel,
+            types | config.defines() | features,
+            (work.blocks, 1, 1),
+            config.threads,
+            config.shared_bytes(capacity.dtype),
+        ),
+        Launch(
+            "combine_planned",
+            types,
+            (work.blocks, _COMBINE_ROWS, 1),
+            _COMBINE_THREADS,
+            _COMBINE_SHARED,
+            is_dependent=True,
+        ),
+    )
+
+
+def _shapes(capacity: Capacity, work: Work) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and element type of each array of a plan's memory."""
+    spans = work.row_tiles * capacity.max_batch
+    rows = 2 * work.blocks * work.config.rows
+    ids = (capacity.max_batch, capacity.table_width) if capacity.block_table else (capacity.max_ids,)
+    return {
+        "work_items": ((work.blocks + spans, 12), "int32"),
+        "work_merges": ((work.blocks + 1, 8), "int32"),
+        "work_scratch": ((spans + 1 + work.blocks + 1 + -(-spans // 2),), "uint64"),
+        "page_ids": (ids if capacity.copy_ids else (0,), capacity.id_dtype),
+        "mask_words": ((capacity.max_tokens, capacity.mask_words), "uint32"),
+        "partial_out": ((rows, DL), capacity.out_dtype),
+        "partial_lse": ((rows,), "float32"),
+        "stand_ins": ((capacity.max_batch + 1,), "int32"),
+    }
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    size = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

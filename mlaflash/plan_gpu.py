@@ -1,0 +1,111 @@
+"""Memory and launches of a `VerifyPlan` on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlaflash import jit
+from mlaflash.device import Device, apply_budget, current_ordinal, on_device, padded_shared_bytes
+from mlaflash.errors import ShapeError
+from mlaflash.interop import ArrayView, as_cupy, device_view, fingerprint
+from mlaflash.jit.launch import PreparedLaunch
+from mlaflash.params import numpy_dtype
+from mlaflash.schedule import Launch
+from mlaflash.streams import as_stream, memory_for
+
+_ALIGNMENT = 256
+
+
+class GpuBackend:
+    """CuPy's current device; see `mlaflash.plan.Backend`.
+
+    Parameters
+    ----------
+    budget : str or None
+        As in `mlaflash.mla_verify`.
+    """
+
+    keeps_track = False
+
+    def __init__(self, budget: str | None) -> None:
+        self._ordinal = current_ordinal()
+        self._device = Device.current(self._ordinal)
+        self.device = self._device if budget is None else apply_budget(self._device, budget)
+
+    def view(self, name: str, array: Any) -> ArrayView:
+        """View the caller's array."""
+        return device_view(name, array, self._ordinal)
+
+    def locate(self, array: Any) -> tuple[int, Hashable]:
+        """Return the address of an array, and its shape, strides and element type."""
+        found = fingerprint(array)
+        if found is not None:
+            return found
+        view = self.view("array", array)
+        return view.ptr, (view.shape, view.strides, view.dtype)
+
+    def memory(self, num_bytes: int, workspace: Any) -> Any:
+        """Allocate bytes, or check those that the caller gives."""
+        import cupy
+
+        if workspace is None:
+            return cupy.empty(num_bytes, np.uint8)
+        view = self.view("workspace", workspace)
+        if view.ndim != 1 or (view.shape[0] > 1 and view.strides[0] != 1) or view.ptr % _ALIGNMENT:
+            raise ShapeError(
+                f"workspace has shape {view.shape} and begins at address {view.ptr:#x}; it must have one contiguous "
+                f"axis and begin on {_ALIGNMENT} bytes."
+            )
+        if view.shape[0] * view.itemsize < num_bytes:
+            raise ShapeError(
+                f"workspace has {view.shape[0] * view.itemsize} bytes; the plan needs {num_bytes} (workspace_bytes)."
+            )
+        return as_cupy(view, self._ordinal).view(np.uint8)
+
+    def piece(self, memory: Any, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
+        """View a part of the memory as another array."""
+        import cupy
+
+        return cupy.ndarray(shape, numpy_dtype(dtype), memory.data + offset)
+
+    def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any]:
+        """Allocate out and lse in the library of q."""
+        like = q[0] if isinstance(q, tuple | list) else q
+        memory = memory_for(like, stream, self._ordinal, is_current=False)
+        with memory.scope:
+            return memory.empty(shape, out_dtype), memory.empty(shape[:-1], "float32")
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Make the device the current one."""
+        return on_device(self._ordinal)
+
+    def stream(self, stream: Any, array: Any) -> Any:
+        """Find the stream of work on the caller's array."""
+        return as_stream(stream, array, self._ordinal)
+
+    def copy(self, dst: int, src: ArrayView, width: int, rows: int, dst_pitch: int, stream: Any) -> None:
+        """Enqueue a copy of the first `width` bytes of the first `rows` rows of an array."""
+        from cupy.cuda import runtime
+
+        kind = runtime.memcpyDeviceToDevice
+        if rows == 1:
+            runtime.memcpyAsync(dst, src.ptr, width, kind, stream.ptr)
+            return
+        pitch = src.strides[0] * src.itemsize
+        runtime.memcpy2DAsync(dst, dst_pitch, src.ptr, pitch, width, rows, kind, stream.ptr)
+
+    def load(self, launch: Launch, params: npt.NDArray[np.void], stream: Any) -> Any:
+        """Make a launch ready."""
+        shared = padded_shared_bytes(launch.shared_bytes, self._device, self.device)
+        kernel = jit.load(launch.kernel, launch.defines, self._device, shared, stream=stream)
+        prepared = PreparedLaunch(kernel, launch.grid, launch.block, params, is_dependent=launch.is_dependent)
+
+        def enqueue(stream: Any, _touched: Mapping[str, Any]) -> None:
+            prepared.launch(stream.ptr)
+
+        return enqueue
