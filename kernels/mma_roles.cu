@@ -2,7 +2,7 @@
 // value warps multiply its weights with V and own the output. Like mma_wide, one block computes 64 packed rows (query
 // token x head) of one request over one split of its KV, and reads every KV row once for all of them.
 //
-// Grid:   x = ceil(max_q_len * H / 64) row tiles, y = split, z = request.
+// Grid:   x = ceil(max_q_len * H / 64) row tiles, y = split, z = request; PLANNED x = work_blocks.
 // Block:  384 threads: 4 score warps, 8 value warps.
 // Shared: STAGES * 18,704 + SHARED_STEPS * 4,096 + 9,872 bytes (struct Smem).
 // Idea:   A score warp holds 32 rows x half of the dims of q, so that an operand of K feeds four products; the two
@@ -41,7 +41,9 @@ constexpr int TAKE_AT = 3, MAXIMA_AT = 6, RAISE_AT = 8, STORE_AT = 13;
 
 static_assert(SHARED_STEPS >= 0 && SHARED_STEPS <= K_STEPS - STORE_AT, "steps of q in shared memory");
 static_assert(K_STEPS % (LOOKAHEAD + 1) == 0, "the buffers of K take turns across tiles");
+static_assert((STAGES & (STAGES - 1)) == 0, "a stage's parity is found from the number of its tile");
 static_assert(STAGES >= ROW_TILES, "q passes through the ring, 16 rows a stage");
+static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
 
 struct Smem {
   static constexpr u32 RING = 0;                         // [STAGES]: tile [16][PITCH], before it q; mbarriers
@@ -54,13 +56,13 @@ struct Smem {
   static constexpr u32 READY = RAISED + ROW_TILES * 4;  // mbarrier: the weights of a tile are there
   static constexpr u32 TAKEN = READY + 8;               // mbarrier: all value warps have them in registers
   static constexpr u32 RECIPROCALS = HANDOVER + 2 * FRAGMENT_BYTES;  // float32 [ROWS] of the sums of weights
-  static constexpr u32 MASK = RECIPROCALS + ROWS * 4;          // u32 [ROWS] bit i: the row sees token i of the tile
-  static constexpr u32 COLUMNS = MASK + ROWS * 4;              // u32 [MASK_WORDS] mask columns that any row sees
+  static constexpr u32 VIEWS = RECIPROCALS + ROWS * 4;         // [ROWS]: visible_end() of a row, and its query token
+  static constexpr u32 COLUMNS = VIEWS + ROWS * 8;             // u32 [MASK_WORDS] mask columns that any row sees
   static constexpr u32 TAIL_BEGIN = COLUMNS + MASK_WORDS * 4;  // i32: the mask columns begin here
-  static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;           // i32: every row sees every token before this one
-  static constexpr u32 PLAIN_END = MASKED_FROM + 4;            // i32: the same, and these tokens are in the cache
-  static constexpr u32 FIRST_ID = PLAIN_END + 4;               // i32: the request's page ids begin here
-  static constexpr u32 BYTES = TAIL_BEGIN + 16;
+  static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;           // i32: every row sees every token of the tiles before
+  static constexpr u32 NEW_ROWS = MASKED_FROM + 4;             // struct NewRows
+  static constexpr u32 ITEM = NEW_ROWS + 8;                    // i32, PLANNED: what the block works on
+  static constexpr u32 BYTES = ITEM + 16;
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
   static constexpr u32 EMPTY = FULL + 8;     // mbarrier: all warps have read it
@@ -68,83 +70,133 @@ struct Smem {
 
 // --- turns ---------------------------------------------------------------------------------------------------------
 
-// Uniform. A buffer of a ring, and the parity of the phase that its mbarriers are in for this turn.
-struct Turn {
-  u32 offset, parity;
+// All uniform. Where a tile lies in the ring; carried from tile to tile.
+DEVICE u32 next_stage(u32 stage) { return stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES; }
+
+// Where its weights lie, and the parities of the phases that the mbarriers of both are in for it: found from its first
+// token, which takes fewer registers than to carry them along.
+DEVICE u32 handover_of(u32 token) { return token / TILE % 2 * FRAGMENT_BYTES; }
+DEVICE u32 stage_parity(u32 token) { return token / TILE / STAGES % 2; }
+DEVICE u32 handover_parity(u32 token) { return token / TILE / 2 % 2; }
+
+// --- what the block computes ----------------------------------------------------------------------------------------
+
+// Found again where it is needed, rather than kept in registers through the loops.
+struct Place {
+  Request request;
+  RowTile rows;
+  int part, next;  // of a WorkItem
 };
 
-template <u32 BYTES, u32 COUNT>
-DEVICE Turn next_turn(Turn t) {
-  if (t.offset == (COUNT - 1) * BYTES) return {0, t.parity ^ 1};
-  return {t.offset + BYTES, t.parity};
+DEVICE Place find_place(const VerifyParams& p, u32 smem) {
+  if constexpr (!PLANNED) {
+    const Request r = load_request(p, block_idx_z());
+    return {r, row_tile(p, r, block_idx_x() * ROWS, ROWS), 0, 0};
+  }
+  const WorkItem w = load_work_item(p, (i32)ld_shared_u32(smem + Smem::ITEM));
+  const Request r = request_of(w);
+  return {r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.part, w.next};
 }
-DEVICE Turn next_stage(Turn t) { return next_turn<STAGE_BYTES, STAGES>(t); }
-DEVICE Turn next_handover(Turn t) { return next_turn<FRAGMENT_BYTES, 2>(t); }
+
+// One row tile over a run of KV tiles. KV tokens are counted from the first one of the run, whose place is all that
+// page tables need to know.
+struct Piece {
+  Request request;  // its lengths as if it began there
+  RowTile rows;
+  int begin, tiles;  // where that is; tiles of the run
+};
+
+DEVICE Piece make_piece(const Request& r, const RowTile& rows, const TileRange& range) {
+  Piece piece = {r, rows, range.begin * TILE, range.end - range.begin};
+  piece.request.kv_len -= piece.begin;
+  return piece;
+}
+
+DEVICE i32 tokens_end(const VerifyParams& p, const Piece& piece) {
+  return make_uniform(min_int(piece.tiles * TILE, visible_end(p, piece.request, piece.rows.q_last)));
+}
+
+// Some row does not see every token of the tile that begins at `token`, or of one before it. The warp asks together.
+DEVICE bool is_masked(u32 smem, i32 token) {
+  return warp_any(token >= (i32)ld_shared_u32(smem + Smem::MASKED_FROM));
+}
 
 // --- filling the ring: the value warps ------------------------------------------------------------------------------
 
-// Uniform, but for the row.
+// Uniform.
 struct Source {
-  u32 row;      // of a tile, that this thread copies: half of its latent part, and some threads the rope part
-  i32 end;      // KV tokens of this block end here
-  i32 cached;   // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
-  i32 new_row;  // NEW_KV: the row of token 0, were it there
+  i32 first_id;     // the request's page ids begin here
+  i32 begin;        // of the request's tokens, the one that is 0 here
+  i32 end;          // KV tokens of this block end here
 };
 
-// Every row sees every token of the block's tiles before the one that this token begins.
-DEVICE i32 masked_from(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles) {
-  return make_uniform(min_int(max_int(first_masked_tile(p, r, rows), tiles.begin), tiles.end) * TILE);
-}
-
-DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
-                          u32 smem) {
+DEVICE Source make_source(const VerifyParams& p, const Piece& piece) {
+  const Request& r = piece.request;
   Source s;
-  s.row = keep_in_register(thread_idx() / COPY_LANES % TILE);
-  s.end = make_uniform(min_int(tiles.end * TILE, visible_end(p, r, rows.q_last)));
-  s.cached = NEW_KV ? make_uniform(r.kv_len - r.q_len) : 0;
-  s.new_row = NEW_KV ? make_uniform(r.q_begin - (r.kv_len - r.q_len)) : 0;
+  s.first_id = make_uniform((u32)r.id_begin);
+  s.begin = make_uniform(piece.begin);
+  s.end = tokens_end(p, piece);
   return s;
 }
 
-// Where in a row the thread's first 16 bytes are. Computed anew for each tile, for want of a register.
-DEVICE u32 first_element() {
+// NEW_KV: tokens from `begin` on are rows `shift` + token of new_kv_c and new_k_pe. In shared memory, for want of
+// registers.
+struct NewRows {
+  i32 begin, shift;
+};
+DEVICE NewRows new_rows(const Request& r) { return {r.kv_len - r.q_len, r.q_begin - (r.kv_len - r.q_len)}; }
+DEVICE NewRows load_new_rows(u32 smem) {
+  if (!NEW_KV) return {};
+  const u32x2 rows = ld_shared_u32x2(smem + Smem::NEW_ROWS);
+  return {(i32)rows.x, (i32)rows.y};
+}
+
+// What the thread copies of a tile: half of a row's latent part, and some threads the rope part. Found anew for each
+// tile, for want of registers.
+struct Share {
+  u32 row, element;  // `element` is the first one of the first 16 bytes
+};
+DEVICE Share copy_share() {
   const u32 thread = thread_idx_anew() - SCORE_WARPS * WARP;
-  return (thread / (TILE * COPY_LANES) * (COPIES * COPY_LANES) + thread % COPY_LANES) * vector_width<KV_DTYPE>();
+  const u32 half = thread / (TILE * COPY_LANES);
+  return {thread / COPY_LANES % TILE,
+          (half * (COPIES * COPY_LANES) + thread % COPY_LANES) * vector_width<KV_DTYPE>()};
 }
 
 // Of the two threads at the same place of a row's halves, the one of the first half. Uniform.
 DEVICE bool copies_rope(u32 element) { return warp_any(element < LATENT_BYTES / 2 / element_bytes<KV_DTYPE>()); }
 
-// Where a token's row is.
-struct Slot {
-  i32 page, offset;  // id of the page, and the token's place in it
-};
+// The token that a thread of row `row` copies of a tile: past the end, the last one.
+DEVICE i32 source_token(const Source& s, i32 tile_token, u32 row) {
+  return min_int(tile_token + (i32)row, s.end - 1);
+}
 
-// The slot of the thread's token of the tile that begins at `tile_token`, found one refill before it is used; of tokens
-// past the end, the last one's. The request's ids begin at `first_id`; there are fewer than 2^31. The low word of a
-// 64-bit id is enough: pools have fewer than 2^31 pages.
-DEVICE void find_slot(Slot& slot, const VerifyParams& p, const Source& s, i32 first_id, i32 tile_token) {
-  const i32 token = min_int(tile_token + (i32)s.row, s.end - 1);
-  if (NEW_KV && token >= s.cached) return;
-  const u32 page = page_of(p, token);
-  slot.offset = token - page * p.page_size;
-  slot.page = (i32)ld_global_nc_u32((const u8*)mad_wide_i32(first_id + page, 4 << p.wide_ids, (i64)p.page_ids));
+// Id of the page of that token. There are fewer than 2^31 ids, and the low word of a 64-bit id is enough: pools have
+// fewer than 2^31 pages.
+DEVICE i32 find_page(const VerifyParams& p, const Source& s, const NewRows& added, i32 tile_token, u32 row) {
+  const i32 token = source_token(s, tile_token, row);
+  if (NEW_KV && token >= added.begin) return 0;
+  const i32 index = s.first_id + page_of(p, s.begin + token);
+  return (i32)ld_global_nc_u32((const u8*)mad_wide_i32(index, 4 << p.wide_ids, (i64)p.page_ids));
 }
 
 // From `element` of the latent and of the rope part of a token's row on. Strides of pages and tokens fit 32 bits; what
 // they add up to does not.
-DEVICE KvRow cached_row(const VerifyParams& p, Slot slot, u32 element) {
-  const i64 c = mad_wide_i32(slot.offset, (i32)p.kv_c_stride_token, element);
-  const u8* c_ptr = element_ptr<KV_DTYPE>(p.kv_c, mad_wide_i32(slot.page, (i32)p.kv_c_stride_page, c));
+DEVICE KvRow cached_row(const VerifyParams& p, i32 token_of_request, i32 page_id, u32 element) {
+  const i32 offset = token_of_request - (i32)page_of(p, token_of_request) * p.page_size;
+  const i64 c = mad_wide_i32(offset, (i32)p.kv_c_stride_token, element);
+  const u8* c_ptr = element_ptr<KV_DTYPE>(p.kv_c, mad_wide_i32(page_id, (i32)p.kv_c_stride_page, c));
   if (!SPLIT_KV) return {c_ptr, c_ptr + LATENT_BYTES};
-  const i64 pe = mad_wide_i32(slot.offset, (i32)p.k_pe_stride_token, element);
-  return {c_ptr, element_ptr<KV_DTYPE>(p.k_pe, mad_wide_i32(slot.page, (i32)p.k_pe_stride_page, pe))};
+  const i64 pe = mad_wide_i32(offset, (i32)p.k_pe_stride_token, element);
+  return {c_ptr, element_ptr<KV_DTYPE>(p.k_pe, mad_wide_i32(page_id, (i32)p.k_pe_stride_page, pe))};
 }
-DEVICE KvRow source_row(const VerifyParams& p, const Source& s, i32 token, Slot slot, u32 element) {
-  if (!NEW_KV || token < s.cached) return cached_row(p, slot, element);
-  const i32 row = s.new_row + token;
-  return {element_ptr<KV_DTYPE>(p.new_kv_c, mad_wide_i32(row, (i32)p.new_kv_c_stride, element)),
-          element_ptr<KV_DTYPE>(p.new_k_pe, mad_wide_i32(row, (i32)p.new_k_pe_stride, element))};
+DEVICE KvRow source_row(const VerifyParams& p, const Source& s, const NewRows& added, i32 tile_token, i32 page_id,
+                        const Share& share) {
+  const i32 token = source_token(s, tile_token, share.row);
+  if (!NEW_KV || token < added.begin) return cached_row(p, s.begin + token, page_id, share.element);
+  const i32 row = added.shift + token;
+  return {element_ptr<KV_DTYPE>(p.new_kv_c, mad_wide_i32(row, (i32)p.new_kv_c_stride, share.element)),
+          element_ptr<KV_DTYPE>(p.new_k_pe, mad_wide_i32(row, (i32)p.new_k_pe_stride, share.element))};
 }
 
 // Some row of the row tile sees the token. Others are zeros in the ring: their weight is 0, but 0 times a NaN is not.
@@ -154,47 +206,35 @@ DEVICE bool is_seen(const Source& s, u32 smem, i32 token) {
   return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
 }
 
-DEVICE u32 destination(const Source& s, u32 smem, u32 stage_offset, u32 element) {
-  return keep_in_register(s.row) * PITCH + element * element_bytes<KV_DTYPE>() + smem + Smem::RING + stage_offset;
-}
-
-// The thread's part of copying the tile that begins at `tile_token`, and its arrival on the full barrier for when that
-// has landed.
-DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, i32 tile_token, Slot slot) {
-  const i32 token = tile_token + s.row;
-  const u32 bytes = tile_token < (i32)ld_shared_u32(smem + Smem::MASKED_FROM) || is_seen(s, smem, token) ? 16 : 0;
-  const u32 element = first_element();
-  const KvRow row = source_row(p, s, token, slot, element);
-  const u32 dst = destination(s, smem, stage_offset, element);
+// The thread's part of copying the tile that begins at `tile_token`, from `row` on, and its arrival on the full barrier
+// for when that has landed.
+DEVICE void copy_tile(const Source& s, u32 smem, u32 stage_offset, i32 tile_token, KvRow row) {
+  const Share share = copy_share();
+  const u32 stage = smem + Smem::RING + stage_offset;
+  const u32 dst = stage + share.row * PITCH + share.element * element_bytes<KV_DTYPE>();
+  const u32 bytes = !is_masked(smem, tile_token) || is_seen(s, smem, tile_token + share.row) ? 16 : 0;
 #pragma unroll
   for (int i = 0; i < COPIES; i++) cp_async_16_zfill(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16, bytes);
-  if (copies_rope(element)) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
-  cp_async_mbarrier_arrive_noinc(smem + Smem::RING + stage_offset + Smem::FULL);
-}
-
-// The same for a tile before plain_end, from `row` on.
-DEVICE void copy_plain_tile(const Source& s, u32 smem, u32 stage_offset, KvRow row, u32 element) {
-  const u32 dst = destination(s, smem, stage_offset, element);
-#pragma unroll
-  for (int i = 0; i < COPIES; i++) cp_async_16(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16);
-  if (copies_rope(element)) cp_async_16(dst + LATENT_BYTES, row.pe);
-  cp_async_mbarrier_arrive_noinc(smem + Smem::RING + stage_offset + Smem::FULL);
+  if (copies_rope(share.element)) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
+  cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
 }
 
 // Brings a tile's rows to the L2 cache while the ring is still full of q: one thread for each 128 bytes.
-DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token, Slot slot) {
-  const i32 token = tile_token + s.row;
-  const u32 element = first_element(), line = element / vector_width<KV_DTYPE>() % COPY_LANES;
-  const bool is_latent = copies_rope(element);
-  if (token >= s.end || (!is_latent && line > 0)) return;
-  const KvRow row = source_row(p, s, token, slot, is_latent ? line * (128 / element_bytes<KV_DTYPE>()) : 0);
+DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, const NewRows& added, i32 tile_token,
+                          const Share& share, i32 page_id) {
+  const u32 line = share.element / vector_width<KV_DTYPE>() % COPY_LANES;
+  const bool is_latent = copies_rope(share.element);
+  if (tile_token + (i32)share.row >= s.end || (!is_latent && line > 0)) return;
+  const u32 element = is_latent ? line * (128 / element_bytes<KV_DTYPE>()) : 0;
+  const KvRow row = source_row(p, s, added, tile_token, page_id, {share.row, element});
   prefetch_l2(is_latent ? row.c : row.pe);
 }
 
 // Starts the copies of q, 16 rows a stage. Rows past the last one are zeros.
 DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   constexpr int ROWS_PER_WARP = ROWS / VALUE_WARPS;
-  const int begin = (warp_idx() - SCORE_WARPS) * ROWS_PER_WARP, chunk = lane_idx() * 16;
+  const u32 thread = thread_idx_anew();
+  const int begin = (thread / WARP - SCORE_WARPS) * ROWS_PER_WARP, chunk = thread % WARP * 16;
   int head = (rows.first + begin) % p.num_heads;
   int token = rows.q_first + (rows.first % p.num_heads + begin) / p.num_heads;
 #pragma unroll
@@ -218,13 +258,14 @@ struct Scorer {
   Softmax softmax;              // of its own row tile
   u32 keys;                     // address of the lane's ldmatrix row in stage 0
   u32 fragments;                // the lane's place in the warp's first pair of fragments, were they at 0
-  bool is_first_lane;
-  float scale;  // of the exponents; uniform
-  u32 warp;     // uniform
+  // Uniform.
+  float scale;  // of the exponents
+  u32 warp;
+  i32 end;  // as in Source
 };
 
 DEVICE void init_barriers(u32 smem) {
-  if (thread_idx() != 0) return;
+  if (thread_idx_anew() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, LOADERS);
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SCORE_WARPS + VALUE_WARPS);
@@ -235,19 +276,40 @@ DEVICE void init_barriers(u32 smem) {
   }
 }
 
-// For is_seen(): where the mask columns begin, and which of them any row of the row tile sees.
-DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTile& rows, i32 masked, u32 smem) {
+// Their memory may be written again.
+DEVICE void retire_barriers(u32 smem) {
+  if (thread_idx_anew() != 0) return;
+  for (int stage = 0; stage < STAGES; stage++) {
+    mbarrier_inval(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL);
+    mbarrier_inval(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY);
+  }
+  for (int i = 0; i < 2; i++) {
+    mbarrier_inval(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::READY);
+    mbarrier_inval(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::TAKEN);
+  }
+}
+
+// For is_seen(): where the mask columns begin, and which of them any row of the row tile sees. For mask_tile(): what the
+// rows see.
+DEVICE void publish_masks(const VerifyParams& p, const Piece& piece, u32 smem) {
+  const Request& r = piece.request;
+  const RowTile& rows = piece.rows;
   const bool is_tree = p.mask_mode == MASK_TREE;
-  const int word = thread_idx();
-  if (word == 0) st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : r.kv_len);
-  if (word == 3) st_shared_u32(smem + Smem::FIRST_ID, r.id_begin);
-  if (word == 1) st_shared_u32(smem + Smem::MASKED_FROM, masked);
-  if (word == 2)
-    st_shared_u32(smem + Smem::PLAIN_END, NEW_KV ? min_int(masked, (r.kv_len - r.q_len) / TILE * TILE) : masked);
-  if (!is_tree || word >= MASK_WORDS) return;
+  const int thread = thread_idx_anew();
+  if (thread == 0) st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : r.kv_len);
+  if (thread == 0) st_shared_u32(smem + Smem::MASKED_FROM, first_masked_tile(p, r, rows) * TILE);
+  if (NEW_KV && thread == 0) {
+    const NewRows added = new_rows(r);
+    st_shared_u32x2(smem + Smem::NEW_ROWS, {(u32)added.begin, (u32)added.shift});
+  }
+  if (thread < ROWS) {
+    const int q = min_int(r.q_begin + (rows.first + thread) / p.num_heads, rows.q_last);
+    st_shared_u32x2(smem + Smem::VIEWS + thread * 8, {(u32)visible_end(p, r, q), (u32)q});
+  }
+  if (!is_tree || thread >= MASK_WORDS) return;
   u32 seen = 0;
-  for (int q = rows.q_first; q <= rows.q_last; q++) seen |= tree_word(p, q, word);
-  st_shared_u32(smem + Smem::COLUMNS + word * 4, seen);
+  for (int q = rows.q_first; q <= rows.q_last; q++) seen |= tree_word(p, q, thread);
+  st_shared_u32(smem + Smem::COLUMNS + thread * 4, seen);
 }
 
 DEVICE u32 q_in_shared(const Scorer& s, int step, int row_tile) {
@@ -256,7 +318,7 @@ DEVICE u32 q_in_shared(const Scorer& s, int step, int row_tile) {
 
 // The last steps of q stay in shared memory, where the lane that writes them is the one that reads them.
 DEVICE void load_q(const VerifyParams& p, u32 smem, Scorer& s) {
-  const int lane = lane_idx();
+  const u32 lane = thread_idx_anew() % WARP;
   const u32 addr = smem + Smem::RING + s.warp % 2 * (ROW_BYTES / 2) + lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
   for (int k = 0; k < K_STEPS; k++)
@@ -338,27 +400,15 @@ DEVICE void take_scores(float (&s)[2][4], const Scorer& scorer) {
   }
 }
 
-// Leaves in shared memory, where the same lanes find it, which tokens of a tile the warp's rows see. Only tiles at the
-// end of what the rows see come here, so the request is read again instead of kept in registers; and it is done before
-// the tile's softmax, when more of those are free.
-DEVICE void find_mask(const VerifyParams& p, u32 smem, i32 token) {
-  const Request r = load_request(p, block_idx_z());
-  const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
-  const int thread = thread_idx_anew();
-  if (thread % 4 != 0) return;
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int row = thread / WARP * 16 + thread % WARP / 4 + 8 * h;
-    const int q = min_int(r.q_begin + (rows.first + row) / p.num_heads, rows.q_last);
-    st_shared_u32(smem + Smem::MASK + row * 4, visible_bits(p, r, q, token));
-  }
-}
-
-DEVICE void mask_tile(float (&s)[2][4], u32 smem) {
-  const int thread = thread_idx_anew();
-  const u32 mask = smem + Smem::MASK + (thread / WARP * 16 + thread % WARP / 4) * 4;
-  const u32 bits[2] = {ld_shared_u32(mask), ld_shared_u32(mask + 32)};
-  mask_scores(s, bits, thread % WARP);
+// Only tiles at the end of what the rows see come here. A lane looks at one row, the next one at the other of the two
+// that both have scores of: that takes fewer registers.
+DEVICE void mask_tile(const VerifyParams& p, float (&s)[2][4], i32 token, u32 smem) {
+  const u32 thread = thread_idx_anew(), lane = thread % WARP;
+  const u32 row = thread / WARP * 16 + lane / 4 + lane % 2 * 8;
+  const u32x2 view = ld_shared_u32x2(smem + Smem::VIEWS + row * 8);
+  const i32 tail_begin = ld_shared_u32(smem + Smem::TAIL_BEGIN);
+  const u32 seen = visible_bits(p, view.x, tail_begin, view.y, token);
+  mask_scores(s, {shfl_u32(seen, lane & ~1), shfl_u32(seen, lane | 1)}, lane);
 }
 
 // Moves the bases of the lane's two rows up to the maxima, and publishes what that makes of the output so far.
@@ -397,16 +447,15 @@ DEVICE void weigh(u32 (&weights)[4], const float (&s)[2][4], Scorer& scorer) {
 DEVICE void hand_over(const u32 (&weights)[4], bool raised, const Scorer& scorer, u32 smem, u32 turn_offset) {
   const u32 buffer = smem + Smem::HANDOVER + turn_offset;
   st_shared_u32x4(scorer.fragments + Smem::WEIGHTS + turn_offset, {weights[0], weights[1], weights[2], weights[3]});
-  if (scorer.is_first_lane) st_shared_u32(buffer + Smem::RAISED + scorer.warp * 4, raised);
+  if (lane_idx_anew() == 0) st_shared_u32(buffer + Smem::RAISED + scorer.warp * 4, raised);
   warp_sync();  // orders the lanes' writes before the arrival
-  if (scorer.is_first_lane) mbarrier_arrive(buffer + Smem::READY);
+  if (lane_idx_anew() == 0) mbarrier_arrive(buffer + Smem::READY);
 }
 
-// The reciprocal sums for the value warps; the lse to where it belongs.
-DEVICE void finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) {
-  const Request r = load_request(p, block_idx_z());
-  const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
-  const int lane = lane_idx();
+// The reciprocal sums for the value warps; the lse to where it belongs. Returns the block's next item.
+DEVICE int finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) {
+  const Place place = find_place(p, smem);
+  const int first = place.rows.first, lane = thread_idx_anew() % WARP;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int row = scorer.warp * 16 + lane / 4 + 8 * h;
@@ -415,26 +464,24 @@ DEVICE void finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem)
     const bool empty = sum == 0.0f;
     if (lane % 4 != 0) continue;
     st_shared_f32(smem + Smem::RECIPROCALS + row * 4, empty ? 0.0f : 1.0f / sum);
-    if (rows.first + row < rows.end)
-      store_lse(p, r, rows.first + row, empty ? neg_inf() : scorer.softmax.base[h] + lg2(sum));
+    if (first + row < place.rows.end)
+      store_lse(p, place.request, first + row, place.part, empty ? neg_inf() : scorer.softmax.base[h] + lg2(sum));
   }
+  return place.next;
 }
 
-struct Progress {
-  Turn stage;  // of tile n
-  Turn turn;   // of the hand-over of tile n - 1
-  i32 token;   // the first one of tile n
-};
-
-// Products for tile n, and meanwhile the scores of tile n - 1 to weights: `own` are the warp's partial scores of its
-// own rows, before of tile n - 1 and then of tile n.
+// Products for the tile that begins at `token`, and meanwhile the scores of the tile before to weights: `own` are the
+// warp's partial scores of its own rows, at first of the tile before and then of this one.
 template <bool PRODUCTS, bool WEIGHTS>
-DEVICE void score_step(const VerifyParams& p, i32 end, Scorer& scorer, Operands& operands, float (&own)[2][4],
-                       Progress& at, u32 smem) {
+DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands, float (&own)[2][4], i32 token,
+                       u32& stage, u32 smem) {
   float s[2][2][4] = {};
   const u32 ring = smem + Smem::RING;
-  const u32 keys = scorer.keys + at.stage.offset;
-  const u32 handover = smem + Smem::HANDOVER + at.turn.offset;
+  const u32 keys = scorer.keys + stage, weights_offset = handover_of(token - TILE);
+  const u32 handover = smem + Smem::HANDOVER + weights_offset;
+  // After the last tile the same one again: its phase is over, and its operands come to nothing.
+  const bool has_next = token + TILE < scorer.end;
+  const u32 next = has_next ? next_stage(stage) : stage;
   if (PRODUCTS) multiply_q_k<0, TAKE_AT>(s, scorer, operands, keys, 0);
   if (WEIGHTS) take_scores(own, scorer);
   if (PRODUCTS && WEIGHTS) named_barrier_arrive(taken_barrier(scorer.warp), 2 * WARP);
@@ -442,77 +489,70 @@ DEVICE void score_step(const VerifyParams& p, i32 end, Scorer& scorer, Operands&
   float maxima[2];
   bool raised = false;
   if (WEIGHTS) {
-    const i32 masked_from = ld_shared_u32(smem + Smem::MASKED_FROM);
     soft_cap(p, own);
-    if (warp_any(at.token - TILE >= masked_from)) mask_tile(own, smem);
+    if (is_masked(smem, token - TILE)) mask_tile(p, own, token - TILE, smem);
     find_maxima(maxima, own, scorer.scale);
     const Softmax& softmax = scorer.softmax;
     raised = warp_any(maxima[0] > softmax.base[0] + RESCALE_ABOVE || maxima[1] > softmax.base[1] + RESCALE_ABOVE);
   }
   if (PRODUCTS) multiply_q_k<MAXIMA_AT, RAISE_AT>(s, scorer, operands, keys, 0);
+  if (PRODUCTS) mbarrier_wait(ring + next + Smem::FULL, stage_parity(has_next ? token + TILE : token));  // orders the copies before the reads
   u32 weights[4];
   if (WEIGHTS) {
     // Orders the value warps' reads of the weights of two tiles ago before the writes.
-    mbarrier_wait(handover + Smem::TAKEN, at.turn.parity ^ 1);
+    mbarrier_wait(handover + Smem::TAKEN, handover_parity(token - TILE) ^ 1);
     if (raised) raise_bases(scorer.softmax, maxima, handover + Smem::FACTORS + scorer.warp * 64);
     weigh(weights, own, scorer);
   }
   if (PRODUCTS) multiply_q_k<RAISE_AT, STORE_AT>(s, scorer, operands, keys, 0);
-  if (WEIGHTS) hand_over(weights, raised, scorer, smem, at.turn.offset);
+  if (WEIGHTS) hand_over(weights, raised, scorer, smem, weights_offset);
   if (!PRODUCTS) return;
-  multiply_q_k<STORE_AT, K_STEPS - LOOKAHEAD>(s, scorer, operands, keys, 0);
-  const bool has_next = at.token + TILE < end;
-  const Turn next = has_next ? next_stage(at.stage) : at.stage;  // of the last tile, the same operands again
-  if (has_next) mbarrier_wait(ring + next.offset + Smem::FULL, next.parity);  // orders the copies before the reads
-  multiply_q_k<K_STEPS - LOOKAHEAD, K_STEPS>(s, scorer, operands, keys, scorer.keys + next.offset);
+  multiply_q_k<STORE_AT, K_STEPS>(s, scorer, operands, keys, scorer.keys + next);
   warp_sync();  // orders the lanes' reads of the tile before the arrival, on which its refill waits
-  if (scorer.is_first_lane) mbarrier_arrive(ring + at.stage.offset + Smem::EMPTY);
-  if (warp_any(at.token >= (i32)ld_shared_u32(smem + Smem::MASKED_FROM))) {
-    find_mask(p, smem, at.token);
-    warp_sync();  // orders the writes before the reads of a step later
-  }
+  if (lane_idx_anew() == 0) mbarrier_arrive(ring + stage + Smem::EMPTY);
   give_scores(s[1], scorer);
 #pragma unroll
   for (int n = 0; n < 2; n++)
 #pragma unroll
     for (int e = 0; e < 4; e++) own[n][e] = s[0][n][e];
-  at.stage = next, at.token += TILE;
-  if (WEIGHTS) at.turn = next_handover(at.turn);
+  stage = next;
 }
 
-DEVICE void score_tiles(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& range,
-                        u32 smem) {
+// Returns the block's next item.
+DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   Scorer scorer;
-  const int lane = lane_idx();
-  scorer.warp = make_uniform(warp_idx());
+  // Read anew, so that nothing of it is kept from item to item.
+  const u32 thread = thread_idx_anew(), lane = thread % WARP;
+  scorer.warp = make_uniform(thread / WARP);
   scorer.scale = as_f32(make_uniform(as_u32(exponent_scale(p))));
   scorer.fragments = keep_in_register(smem + (lane + scorer.warp * 2 * WARP) * 16);
-  scorer.is_first_lane = lane == 0;
   // Matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the B
   // fragments of the two token octets, in neighbouring registers as the tensor cores want them.
   scorer.keys = keep_in_register(smem + Smem::RING + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 +
                                  scorer.warp % 2 * (ROW_BYTES / 2));
   scorer.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
+  scorer.end = tokens_end(p, piece);
   init_barriers(smem);
-  publish_columns(p, r, rows, masked_from(p, r, rows, range), smem);
-  block_sync();  // orders the barriers' initialisation, the mask columns and the copies of q before their uses
+  publish_masks(p, piece, smem);
+  block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
   load_q(p, smem, scorer);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 
-  const i32 end = make_uniform(min_int(range.end * TILE, visible_end(p, r, rows.q_last)));
-  Progress at = {{0, 0}, {0, 0}, (i32)make_uniform(range.begin * TILE)};
   Operands operands;
   float own[2][4];
   named_barrier_arrive(taken_barrier(scorer.warp), 2 * WARP);  // the first tile's scores need not wait
   mbarrier_wait(smem + Smem::RING + Smem::FULL, 0);            // orders the first tile's copies before its reads
 #pragma unroll
   for (int i = 0; i < LOOKAHEAD; i++) load_keys(operands, scorer.keys, scorer.keys, i);
-  score_step<true, false>(p, end, scorer, operands, own, at, smem);
+  u32 stage = 0;
+  score_step<true, false>(p, scorer, operands, own, 0, stage, smem);
+  i32 token = TILE;
 #pragma unroll 1
-  while (at.token < end) score_step<true, true>(p, end, scorer, operands, own, at, smem);
-  score_step<false, true>(p, end, scorer, operands, own, at, smem);
-  finish_scores(p, scorer, smem);
+  for (; token < scorer.end; token += TILE) score_step<true, true>(p, scorer, operands, own, token, stage, smem);
+  score_step<false, true>(p, scorer, operands, own, token, stage, smem);
+  const int next = finish_scores(p, scorer, smem);
   block_sync();  // orders the reciprocal sums before the value warps' reads
+  return next;
 }
 
 // --- value warps ----------------------------------------------------------------------------------------------------
@@ -554,52 +594,58 @@ DEVICE void multiply_p_v(float (&o)[O_TILES][4], const u32 (&weights)[4], const 
   }
 }
 
-DEVICE void finish_values(const VerifyParams& p, const Output& output, u32 smem) {
-  const Request r = load_request(p, block_idx_z());
-  const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
+// Returns the block's next item.
+DEVICE int finish_values(const VerifyParams& p, const Output& output, u32 smem) {
+  const Place place = find_place(p, smem);
+  const Request& r = place.request;
+  const int first = place.rows.first, part = place.part;
   const int lane = thread_idx_anew() % WARP, column = (thread_idx_anew() / WARP - SCORE_WARPS) * (DL / VALUE_WARPS);
 #pragma unroll
   for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int row = m * 16 + lane / 4 + 8 * h;
-      const bool exists = rows.first + row < rows.end;
+      const bool exists = first + row < place.rows.end;
       const float factor = ld_shared_f32(smem + Smem::RECIPROCALS + row * 4);
-      if (OUT_DTYPE == PARTIAL_DTYPE || p.num_splits == 1)
-        store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, rows.first + row) + column * element_bytes<OUT_DTYPE>(),
+      if (OUT_DTYPE == PARTIAL_DTYPE || !is_partial(p, part))
+        store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, first + row, part) + column * element_bytes<OUT_DTYPE>(),
                               exists, lane % 4, output.o[m], h, factor);
       else
         store_half<PARTIAL_DTYPE>(
-            result_row<PARTIAL_DTYPE>(p, r, rows.first + row) + column * element_bytes<PARTIAL_DTYPE>(), exists,
+            result_row<PARTIAL_DTYPE>(p, r, first + row, part) + column * element_bytes<PARTIAL_DTYPE>(), exists,
             lane % 4, output.o[m], h, factor);
     }
+  return place.next;
 }
 
-DEVICE void value_tiles(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& range,
-                        u32 smem) {
+// Returns the block's next item.
+DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   constexpr int AHEAD = STAGES;
-  const Source source = make_source(p, r, rows, range, smem);
-  const u32 lane = lane_idx();
+  const Source source = make_source(p, piece);
+  // Read anew, so that nothing of it is kept from item to item.
+  const u32 thread = thread_idx_anew(), lane = thread % WARP;
   const u32 fragments = keep_in_register(smem + lane * 16);
   // Transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
   const u32 values = keep_in_register(smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 +
-                                      (warp_idx() - SCORE_WARPS) * (LATENT_BYTES / VALUE_WARPS));
-  i32 token = make_uniform(range.begin * TILE);
-  Slot slot = {};  // of the next tile to copy
+                                      (thread / WARP - SCORE_WARPS) * (LATENT_BYTES / VALUE_WARPS));
+  i32 page_id;  // of the next tile to copy; found one refill before it is used
   {
-    Slot first[AHEAD] = {};
-    copy_q(p, rows, smem);
+    const Share share = copy_share();
+    const NewRows added = new_rows(piece.request);
+    i32 first[AHEAD];
+    copy_q(p, piece.rows, smem);
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) find_slot(first[i], p, source, (i32)r.id_begin, token + i * TILE);
+    for (int i = 0; i < AHEAD; i++) first[i] = find_page(p, source, added, i * TILE, share.row);
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) prefetch_tile(p, source, token + i * TILE, first[i]);
+    for (int i = 0; i < AHEAD; i++) prefetch_tile(p, source, added, i * TILE, share, first[i]);
     cp_async_wait_all();
-    block_sync();  // orders the barriers' initialisation, the mask columns and the copies of q before their uses
+    block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
     block_sync();  // orders the reads of q before the KV copies that overwrite it
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
-      if (token + i * TILE < source.end) copy_tile(p, source, smem, i * STAGE_BYTES, token + i * TILE, first[i]);
-    find_slot(slot, p, source, (i32)r.id_begin, token + AHEAD * TILE);
+      if (i * TILE < source.end)
+        copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, added, i * TILE, first[i], share));
+    page_id = find_page(p, source, added, AHEAD * TILE, share.row);
   }
   Output output;
 #pragma unroll
@@ -608,67 +654,77 @@ DEVICE void value_tiles(const VerifyParams& p, const Request& r, const RowTile& 
     for (int i = 0; i < O_TILES; i++)
       output.o[m][i][0] = output.o[m][i][1] = output.o[m][i][2] = output.o[m][i][3] = 0.0f;
 
-  Turn stage = {0, 0}, turn = {0, 0};
+  u32 stage = 0;
 #pragma unroll 1
-  while (true) {
-    const u32 full = smem + Smem::RING + stage.offset + Smem::FULL, empty = full + Smem::EMPTY - Smem::FULL;
-    const u32 handover = smem + Smem::HANDOVER + turn.offset;
+  for (i32 token = 0; token < source.end; token += TILE, stage = next_stage(stage)) {
+    const u32 full = smem + Smem::RING + stage + Smem::FULL, empty = full + Smem::EMPTY - Smem::FULL;
+    const u32 handover = smem + Smem::HANDOVER + handover_of(token);
     u32 v[V_STEPS][4], weights[2][4];
-    mbarrier_wait(full, stage.parity);  // orders the copies before the reads
+    mbarrier_wait(full, stage_parity(token));  // orders the copies before the reads
 #pragma unroll
-    for (int i = 0; i < V_STEPS; i++) ldmatrix_x4_trans(v[i], values + stage.offset + i * 32);
-    mbarrier_wait(handover + Smem::READY, turn.parity);  // orders the score warps' writes before the reads
+    for (int i = 0; i < V_STEPS; i++) ldmatrix_x4_trans(v[i], values + stage + i * 32);
+    mbarrier_wait(handover + Smem::READY, handover_parity(token));  // orders the score warps' writes before the reads
     const u32x4 raised = ld_shared_u32x4(handover + Smem::RAISED);
-    load_weights(weights[0], fragments + turn.offset, 0);
-    load_weights(weights[1], fragments + turn.offset, 1);
+    load_weights(weights[0], fragments + handover_of(token), 0);
+    load_weights(weights[1], fragments + handover_of(token), 1);
     rescale_output(output, raised, handover);
     warp_sync();  // orders the lanes' reads of the tile before the arrival, on which its refill waits
     if (fragments == smem) mbarrier_arrive(empty);
     multiply_p_v<0, V_STEPS>(output.o[0], weights[0], v);
-    load_weights(weights[0], fragments + turn.offset, 2);
+    load_weights(weights[0], fragments + handover_of(token), 2);
     multiply_p_v<0, V_STEPS>(output.o[1], weights[1], v);
-    load_weights(weights[1], fragments + turn.offset, 3);
+    load_weights(weights[1], fragments + handover_of(token), 3);
     warp_sync();  // orders the lanes' reads of the weights before the arrival
     if (fragments == smem) mbarrier_arrive(handover + Smem::TAKEN);
     // The stage takes the tile that is STAGES ahead. What is copied is also waited for, so no copy is in flight when
     // the block ends.
     const i32 tile_token = token + STAGES * TILE;
-    const u32 element = first_element();
-    const KvRow row = cached_row(p, slot, element);
-    const i32 plain_end = ld_shared_u32(smem + Smem::PLAIN_END);
-    if (tile_token < source.end) mbarrier_wait(empty, stage.parity);  // orders all reads of the tile before the copies
-    if (warp_any(tile_token < plain_end)) {
-      copy_plain_tile(source, smem, stage.offset, row, element);
-      multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
-      find_slot(slot, p, source, ld_shared_u32(smem + Smem::FIRST_ID), tile_token + TILE);
-      multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
-    } else {
-      multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
-      multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
-      if (tile_token < source.end) {
-        copy_tile(p, source, smem, stage.offset, tile_token, slot);
-        find_slot(slot, p, source, ld_shared_u32(smem + Smem::FIRST_ID), tile_token + TILE);
-      }
+    const KvRow row = source_row(p, source, load_new_rows(smem), tile_token, page_id, copy_share());
+    if (tile_token < source.end) {
+      mbarrier_wait(empty, stage_parity(token));  // orders all reads of the tile before the copies
+      copy_tile(source, smem, stage, tile_token, row);
     }
-    token += TILE;
-    if (token >= source.end) break;
-    stage = next_stage(stage), turn = next_handover(turn);
+    multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
+    page_id = find_page(p, source, load_new_rows(smem), tile_token + TILE, copy_share().row);
+    multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
   }
   block_sync();  // orders the reciprocal sums before the reads
-  finish_values(p, output, smem);
+  return finish_values(p, output, smem);
+}
+
+// Of one KV tile at least. Returns the block's next item.
+DEVICE int attend(const VerifyParams& p, const Piece& piece, int item) {
+  const u32 smem = shared_base();
+  if (PLANNED && thread_idx_anew() == 0) st_shared_u32(smem + Smem::ITEM, (u32)item);
+  if (make_uniform(thread_idx_anew() / WARP) < SCORE_WARPS) return score_tiles(p, piece, smem);
+  return value_tiles(p, piece, smem);
+}
+
+DEVICE int attend_item(const VerifyParams& p, int item) {
+  const WorkItem w = load_work_item(p, item);
+  if (w.tiles.begin == w.tiles.end) {
+    if (w.request != -1) store_empty_item<THREADS>(p, w);
+    return w.next;
+  }
+  const Request r = request_of(w);
+  const int next = attend(p, make_piece(r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles), item);
+  block_sync();  // orders this item's reads of shared memory before the next item's writes
+  retire_barriers(shared_base());
+  return next;
 }
 
 KERNEL(mlaflash_mma_roles, THREADS, 1) {
-  const Request r = load_request(p, block_idx_z());
-  store_padding<THREADS>(p, r);
-  const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
-  if (rows.end <= rows.first) return;
-  const TileRange range = split_tiles(p, r, rows, block_idx_y());
-  if (range.begin == range.end) return store_empty<THREADS>(p, r, rows.first, rows.end);
-
-  if (make_uniform(warp_idx()) < SCORE_WARPS)
-    score_tiles(p, r, rows, range, shared_base());
-  else
-    value_tiles(p, r, rows, range, shared_base());
+  if constexpr (PLANNED) {
+#pragma unroll 1
+    for (int item = block_idx_x(); item >= 0;) item = make_uniform(attend_item(p, item));
+  } else {
+    const Request r = load_request(p, block_idx_z());
+    store_padding<THREADS>(p, r);
+    const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
+    if (rows.end <= rows.first) return;
+    const TileRange range = split_tiles(p, r, rows, block_idx_y());
+    if (range.begin == range.end) return store_empty<THREADS>(p, r, 0, rows.first, rows.end);
+    attend(p, make_piece(r, rows, range), 0);
+  }
   launch_dependents();
 }

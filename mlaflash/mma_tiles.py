@@ -317,7 +317,7 @@ class MmaRolesConfig:
         q = 4 * self.shared_steps * 1024
         exchange = 4 * 1024
         handover = 2 * (4 * 512 + 512)
-        return ring + q + exchange + handover + 2 * 64 * 4 + MAX_TAIL_LEN // 8 + 16
+        return ring + q + exchange + handover + 64 * 4 + 64 * 8 + MAX_TAIL_LEN // 8 + 16
 
     def as_dict(self) -> dict[str, int]:
         """Return the constants, and `nsplit` where it is set."""
