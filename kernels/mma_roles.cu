@@ -4,7 +4,7 @@
 //
 // Grid:   x = ceil(max_q_len * H / 64) row tiles, y = split, z = request; PLANNED x = work_blocks.
 // Block:  384 threads: 4 score warps, 8 value warps.
-// Shared: STAGES * 18,704 + SHARED_STEPS * 4,096 + 9,872 bytes (struct Smem).
+// Shared: STAGES * 18,704 + SHARED_STEPS * 4,096 + 10,144 bytes (struct Smem).
 // Idea:   A score warp holds 32 rows x half of the dims of q, so that an operand of K feeds four products; the two
 //         warps of a pair swap the partial scores of 16 rows each, and each of them weighs 16 rows. It does so for tile
 //         n - 1 between its products for tile n. A value warp holds 64 rows x 64 columns of the output, so that an
@@ -56,13 +56,13 @@ struct Smem {
   static constexpr u32 READY = RAISED + ROW_TILES * 4;  // mbarrier: the weights of a tile are there
   static constexpr u32 TAKEN = READY + 8;               // mbarrier: all value warps have them in registers
   static constexpr u32 RECIPROCALS = HANDOVER + 2 * FRAGMENT_BYTES;  // float32 [ROWS] of the sums of weights
-  static constexpr u32 VIEWS = RECIPROCALS + ROWS * 4;         // [ROWS]: visible_end() of a row, and its query token
-  static constexpr u32 COLUMNS = VIEWS + ROWS * 8;             // u32 [MASK_WORDS] mask columns that any row sees
-  static constexpr u32 TAIL_BEGIN = COLUMNS + MASK_WORDS * 4;  // i32: the mask columns begin here
-  static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;           // i32: every row sees every token of the tiles before
-  static constexpr u32 NEW_ROWS = MASKED_FROM + 4;             // struct NewRows
-  static constexpr u32 ITEM = NEW_ROWS + 8;                    // i32, PLANNED: what the block works on
-  static constexpr u32 BYTES = ITEM + 16;
+  static constexpr u32 VIEWS = RECIPROCALS + ROWS * 4;     // [ROWS]: visible_end() of a row, and its query token
+  static constexpr u32 COLUMNS = VIEWS + ROWS * 8;         // u32 [MASK_WORDS] mask columns that any row sees
+  static constexpr u32 SOURCE = COLUMNS + MASK_WORDS * 4;  // struct Source without its end, NEW_KV
+  static constexpr u32 TAIL_BEGIN = SOURCE + 16;           // i32: the mask columns begin here
+  static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;       // i32: every row sees every token of the tiles before
+  static constexpr u32 ITEM = MASKED_FROM + 4;             // i32, PLANNED: what the block works on
+  static constexpr u32 BYTES = SOURCE + 32;
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
   static constexpr u32 EMPTY = FULL + 8;     // mbarrier: all warps have read it
@@ -117,38 +117,37 @@ DEVICE i32 tokens_end(const VerifyParams& p, const Piece& piece) {
 }
 
 // Some row does not see every token of the tile that begins at `token`, or of one before it. The warp asks together.
-DEVICE bool is_masked(u32 smem, i32 token) {
-  return warp_any(token >= (i32)ld_shared_u32(smem + Smem::MASKED_FROM));
-}
+DEVICE bool is_masked(u32 smem, i32 token) { return warp_any(token >= (i32)ld_shared_u32(smem + Smem::MASKED_FROM)); }
 
 // --- filling the ring: the value warps ------------------------------------------------------------------------------
 
 // Uniform.
 struct Source {
-  i32 first_id;     // the request's page ids begin here
-  i32 begin;        // of the request's tokens, the one that is 0 here
-  i32 end;          // KV tokens of this block end here
+  i32 end;        // KV tokens of this block end here
+  i32 begin;      // of the request's tokens, the one that is 0 here
+  i32 first_id;   // the request's page ids begin here
+  i32 new_begin;  // NEW_KV: tokens from here on are rows new_shift + token of new_kv_c and new_k_pe
+  i32 new_shift;
 };
 
 DEVICE Source make_source(const VerifyParams& p, const Piece& piece) {
   const Request& r = piece.request;
-  Source s;
-  s.first_id = make_uniform((u32)r.id_begin);
-  s.begin = make_uniform(piece.begin);
-  s.end = tokens_end(p, piece);
-  return s;
+  const i32 first_id = make_uniform((u32)r.id_begin), begin = make_uniform(piece.begin), end = tokens_end(p, piece);
+  return {end, begin, first_id, r.kv_len - r.q_len, r.q_begin - (r.kv_len - r.q_len)};
 }
 
-// NEW_KV: tokens from `begin` on are rows `shift` + token of new_kv_c and new_k_pe. In shared memory, for want of
-// registers.
-struct NewRows {
-  i32 begin, shift;
-};
-DEVICE NewRows new_rows(const Request& r) { return {r.kv_len - r.q_len, r.q_begin - (r.kv_len - r.q_len)}; }
-DEVICE NewRows load_new_rows(u32 smem) {
-  if (!NEW_KV) return {};
-  const u32x2 rows = ld_shared_u32x2(smem + Smem::NEW_ROWS);
-  return {(i32)rows.x, (i32)rows.y};
+// NEW_KV leaves no registers for more than its end.
+DEVICE void publish_source(const Piece& piece, u32 smem) {
+  const Request& r = piece.request;
+  const i32 new_begin = r.kv_len - r.q_len;
+  if (NEW_KV)
+    st_shared_u32x4(smem + Smem::SOURCE,
+                    {(u32)piece.begin, (u32)r.id_begin, (u32)new_begin, (u32)(r.q_begin - new_begin)});
+}
+DEVICE Source load_source(const Source& s, u32 smem) {
+  if (!NEW_KV) return s;
+  const u32x4 x = ld_shared_u32x4(smem + Smem::SOURCE);
+  return {s.end, (i32)x.x, (i32)x.y, (i32)x.z, (i32)x.w};
 }
 
 // What the thread copies of a tile: half of a row's latent part, and some threads the rope part. Found anew for each
@@ -159,23 +158,20 @@ struct Share {
 DEVICE Share copy_share() {
   const u32 thread = thread_idx_anew() - SCORE_WARPS * WARP;
   const u32 half = thread / (TILE * COPY_LANES);
-  return {thread / COPY_LANES % TILE,
-          (half * (COPIES * COPY_LANES) + thread % COPY_LANES) * vector_width<KV_DTYPE>()};
+  return {thread / COPY_LANES % TILE, (half * (COPIES * COPY_LANES) + thread % COPY_LANES) * vector_width<KV_DTYPE>()};
 }
 
 // Of the two threads at the same place of a row's halves, the one of the first half. Uniform.
 DEVICE bool copies_rope(u32 element) { return warp_any(element < LATENT_BYTES / 2 / element_bytes<KV_DTYPE>()); }
 
 // The token that a thread of row `row` copies of a tile: past the end, the last one.
-DEVICE i32 source_token(const Source& s, i32 tile_token, u32 row) {
-  return min_int(tile_token + (i32)row, s.end - 1);
-}
+DEVICE i32 source_token(const Source& s, i32 tile_token, u32 row) { return min_int(tile_token + (i32)row, s.end - 1); }
 
 // Id of the page of that token. There are fewer than 2^31 ids, and the low word of a 64-bit id is enough: pools have
 // fewer than 2^31 pages.
-DEVICE i32 find_page(const VerifyParams& p, const Source& s, const NewRows& added, i32 tile_token, u32 row) {
+DEVICE i32 find_page(const VerifyParams& p, const Source& s, i32 tile_token, u32 row) {
   const i32 token = source_token(s, tile_token, row);
-  if (NEW_KV && token >= added.begin) return 0;
+  if (NEW_KV && token >= s.new_begin) return 0;
   const i32 index = s.first_id + page_of(p, s.begin + token);
   return (i32)ld_global_nc_u32((const u8*)mad_wide_i32(index, 4 << p.wide_ids, (i64)p.page_ids));
 }
@@ -190,11 +186,10 @@ DEVICE KvRow cached_row(const VerifyParams& p, i32 token_of_request, i32 page_id
   const i64 pe = mad_wide_i32(offset, (i32)p.k_pe_stride_token, element);
   return {c_ptr, element_ptr<KV_DTYPE>(p.k_pe, mad_wide_i32(page_id, (i32)p.k_pe_stride_page, pe))};
 }
-DEVICE KvRow source_row(const VerifyParams& p, const Source& s, const NewRows& added, i32 tile_token, i32 page_id,
-                        const Share& share) {
+DEVICE KvRow source_row(const VerifyParams& p, const Source& s, i32 tile_token, i32 page_id, const Share& share) {
   const i32 token = source_token(s, tile_token, share.row);
-  if (!NEW_KV || token < added.begin) return cached_row(p, s.begin + token, page_id, share.element);
-  const i32 row = added.shift + token;
+  if (!NEW_KV || token < s.new_begin) return cached_row(p, s.begin + token, page_id, share.element);
+  const i32 row = s.new_shift + token;
   return {element_ptr<KV_DTYPE>(p.new_kv_c, mad_wide_i32(row, (i32)p.new_kv_c_stride, share.element)),
           element_ptr<KV_DTYPE>(p.new_k_pe, mad_wide_i32(row, (i32)p.new_k_pe_stride, share.element))};
 }
@@ -220,13 +215,12 @@ DEVICE void copy_tile(const Source& s, u32 smem, u32 stage_offset, i32 tile_toke
 }
 
 // Brings a tile's rows to the L2 cache while the ring is still full of q: one thread for each 128 bytes.
-DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, const NewRows& added, i32 tile_token,
-                          const Share& share, i32 page_id) {
+DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token, const Share& share, i32 page_id) {
   const u32 line = share.element / vector_width<KV_DTYPE>() % COPY_LANES;
   const bool is_latent = copies_rope(share.element);
   if (tile_token + (i32)share.row >= s.end || (!is_latent && line > 0)) return;
   const u32 element = is_latent ? line * (128 / element_bytes<KV_DTYPE>()) : 0;
-  const KvRow row = source_row(p, s, added, tile_token, page_id, {share.row, element});
+  const KvRow row = source_row(p, s, tile_token, page_id, {share.row, element});
   prefetch_l2(is_latent ? row.c : row.pe);
 }
 
@@ -289,8 +283,8 @@ DEVICE void retire_barriers(u32 smem) {
   }
 }
 
-// For is_seen(): where the mask columns begin, and which of them any row of the row tile sees. For mask_tile(): what the
-// rows see.
+// For is_seen(): where the mask columns begin, and which of them any row of the row tile sees. For mask_tile(): what
+// the rows see.
 DEVICE void publish_masks(const VerifyParams& p, const Piece& piece, u32 smem) {
   const Request& r = piece.request;
   const RowTile& rows = piece.rows;
@@ -298,10 +292,7 @@ DEVICE void publish_masks(const VerifyParams& p, const Piece& piece, u32 smem) {
   const int thread = thread_idx_anew();
   if (thread == 0) st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : r.kv_len);
   if (thread == 0) st_shared_u32(smem + Smem::MASKED_FROM, first_masked_tile(p, r, rows) * TILE);
-  if (NEW_KV && thread == 0) {
-    const NewRows added = new_rows(r);
-    st_shared_u32x2(smem + Smem::NEW_ROWS, {(u32)added.begin, (u32)added.shift});
-  }
+  if (thread == 0) publish_source(piece, smem);
   if (thread < ROWS) {
     const int q = min_int(r.q_begin + (rows.first + thread) / p.num_heads, rows.q_last);
     st_shared_u32x2(smem + Smem::VIEWS + thread * 8, {(u32)visible_end(p, r, q), (u32)q});
@@ -496,7 +487,9 @@ DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
     raised = warp_any(maxima[0] > softmax.base[0] + RESCALE_ABOVE || maxima[1] > softmax.base[1] + RESCALE_ABOVE);
   }
   if (PRODUCTS) multiply_q_k<MAXIMA_AT, RAISE_AT>(s, scorer, operands, keys, 0);
-  if (PRODUCTS) mbarrier_wait(ring + next + Smem::FULL, stage_parity(has_next ? token + TILE : token));  // orders the copies before the reads
+  if (PRODUCTS)
+    mbarrier_wait(ring + next + Smem::FULL,
+                  stage_parity(has_next ? token + TILE : token));  // orders the copies before the reads
   u32 weights[4];
   if (WEIGHTS) {
     // Orders the value warps' reads of the weights of two tiles ago before the writes.
@@ -631,21 +624,20 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   i32 page_id;  // of the next tile to copy; found one refill before it is used
   {
     const Share share = copy_share();
-    const NewRows added = new_rows(piece.request);
     i32 first[AHEAD];
     copy_q(p, piece.rows, smem);
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) first[i] = find_page(p, source, added, i * TILE, share.row);
+    for (int i = 0; i < AHEAD; i++) first[i] = find_page(p, source, i * TILE, share.row);
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) prefetch_tile(p, source, added, i * TILE, share, first[i]);
+    for (int i = 0; i < AHEAD; i++) prefetch_tile(p, source, i * TILE, share, first[i]);
     cp_async_wait_all();
     block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
     block_sync();  // orders the reads of q before the KV copies that overwrite it
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
       if (i * TILE < source.end)
-        copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, added, i * TILE, first[i], share));
-    page_id = find_page(p, source, added, AHEAD * TILE, share.row);
+        copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
+    page_id = find_page(p, source, AHEAD * TILE, share.row);
   }
   Output output;
 #pragma unroll
@@ -679,13 +671,17 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     // The stage takes the tile that is STAGES ahead. What is copied is also waited for, so no copy is in flight when
     // the block ends.
     const i32 tile_token = token + STAGES * TILE;
-    const KvRow row = source_row(p, source, load_new_rows(smem), tile_token, page_id, copy_share());
+    // Found before the wait, which hides how long that takes; but two rows of two kinds leave no registers for it.
+    constexpr bool EARLY = !(NEW_KV && SPLIT_KV);
+    KvRow row = {};
+    if (EARLY) row = source_row(p, load_source(source, smem), tile_token, page_id, copy_share());
     if (tile_token < source.end) {
       mbarrier_wait(empty, stage_parity(token));  // orders all reads of the tile before the copies
+      if (!EARLY) row = source_row(p, load_source(source, smem), tile_token, page_id, copy_share());
       copy_tile(source, smem, stage, tile_token, row);
     }
     multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
-    page_id = find_page(p, source, load_new_rows(smem), tile_token + TILE, copy_share().row);
+    page_id = find_page(p, load_source(source, smem), tile_token + TILE, copy_share().row);
     multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
   }
   block_sync();  // orders the reciprocal sums before the reads

@@ -11,12 +11,12 @@ from mlaflash import combine, cost
 from mlaflash.device import Device
 from mlaflash.errors import InvalidArgumentError, UnsupportedError
 from mlaflash.interop import ArrayView
-from mlaflash.mma_tiles import MAX_TAIL_LEN, NARROW, ROWS_32, ROWS_64, MmaConfig, feature_defines
+from mlaflash.mma_tiles import MAX_TAIL_LEN, NARROW, ROWS_32, ROWS_64, ROWS_64_ROLES, MmaConfig, feature_defines
 from mlaflash.params import MASK_CODES, new_params, page_divisor
 from mlaflash.problem import Problem
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines
 
-MMA_KERNELS = ("mma_narrow", "mma_wide")
+MMA_KERNELS = ("mma_narrow", "mma_wide", "mma_roles")
 KERNELS = ("naive", "tile", *MMA_KERNELS)
 
 NAIVE_SCORES_LIMIT = 1 << 30
@@ -152,6 +152,8 @@ def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, de
         return NARROW
     if name == "mma_wide":
         return ROWS_32 if problem.max_q_len * problem.num_heads <= ROWS_32.rows else ROWS_64
+    if name == "mma_roles":
+        return ROWS_64_ROLES
     if name is None and mma_refusal(problem) is None:
         choice = _mma_choice(problem, device)
         return replace(choice.config, nsplit=choice.num_splits)

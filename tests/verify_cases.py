@@ -9,7 +9,7 @@ import numpy as np
 from mlaflash import oracle
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64, ROWS_64_ROLES
 from mlaflash.schedule import MMA_KERNELS
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
 
@@ -69,7 +69,7 @@ def configs() -> Iterator[KernelConfig]:
 
 def mma_configs() -> Iterator[KernelConfig]:
     """Return what the cost model chooses from, direct and split."""
-    for config in (NARROW, ROWS_32, ROWS_64):
+    for config in (NARROW, ROWS_32, ROWS_64, ROWS_64_ROLES):
         yield replace(config, nsplit=1)
         yield replace(config, nsplit=3)
 
