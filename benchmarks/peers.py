@@ -33,7 +33,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-from mlaflash import TreeMask, attention
+from mlaflash import MaskSource, TreeMask, VerifyPlan, attention
 from mlaflash.device import Device
 from mlaflash.lab.ceilings import measure_ceilings
 
@@ -116,6 +116,7 @@ def mlaflash_call(
     mask: str = "tree",
     page_size: int = PAGE,
     dtype: Any = None,
+    deterministic: bool = False,
 ) -> Launch:
     dtype = dtype or torch.bfloat16
     words: TreeMask | str = mask
@@ -135,12 +136,43 @@ def mlaflash_call(
             block_table=to_cupy(table),
             mask=words,
             max_kv_len=problem.kv_len,
+            deterministic=deterministic,
             budget=budget,
         )
     out = torch.from_dlpack(call.out.view(np.int16)).view(dtype)
 
     def launch() -> torch.Tensor:
         call.launch()
+        return out
+
+    return launch
+
+
+def mlaflash_plan(problem: Problem, budget: str | None) -> Launch:
+    """Follow a schedule made on the device, which is not timed, as the peers' own plans are not."""
+    plan = VerifyPlan(
+        num_heads=problem.heads,
+        max_batch=problem.batch,
+        max_q_len=problem.q_len,
+        max_kv_len=problem.kv_len,
+        page_size=PAGE,
+        mask="tree",
+        sm_scale=SCALE,
+        block_table=True,
+        budget=budget,
+    )
+    plan.update(
+        kv_lens=torch.full((problem.batch,), problem.kv_len, dtype=torch.int32, device="cuda"),
+        q_len=problem.q_len,
+        block_table=problem.table,
+        mask=MaskSource.from_parents(torch.as_tensor(problem.parents, device="cuda")),
+    )
+    cache = problem.cache.view(-1, PAGE, DL + DR)
+    out = torch.empty((*problem.q.shape[:2], DL), dtype=torch.bfloat16, device="cuda")
+    lse = torch.empty(problem.q.shape[:2], device="cuda")
+
+    def launch() -> torch.Tensor:
+        plan.run(problem.q, cache, out=out, lse=lse)
         return out
 
     return launch
@@ -315,7 +347,9 @@ def main() -> None:
         "mlaflash causal": lambda problem: mlaflash_call(problem, budget, mask="causal"),
         "mlaflash page 1": lambda problem: mlaflash_call(problem, budget, page_size=1),
         "mlaflash float16": lambda problem: mlaflash_call(problem, budget, dtype=torch.float16),
+        "mlaflash deterministic": lambda problem: mlaflash_call(problem, budget, deterministic=True),
         "mlaflash own limits": lambda problem: mlaflash_call(problem, None),
+        "mlaflash plan": lambda problem: mlaflash_plan(problem, budget),
         "flashinfer fa2": flashinfer("fa2"),
         "flashinfer fa3": flashinfer("fa3"),
         "flashmla": flashmla,

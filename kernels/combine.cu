@@ -1,16 +1,19 @@
 // combine: merges the splits' partial results into out and lse.
 //
 //   w[s] = 2^(partial_lse[s] - max), out = sum_s w[s] * partial_out[s] / sum_s w[s],
-//   lse = ln 2 * (max + log2 sum_s w[s])
+//   lse = ln 2 * (max + log2 sum_s w[s]), or without the factor where it is asked for in base 2
 //
 // SPLIT_WARPS warps share the splits of one item: 128 columns of one (token, head) row, of which a lane owns 4. A block
 // is at least 4 warps: with fewer SPLIT_WARPS it has several items of the same row.
 //
 // Grid:   x = T * H, y = 4 / items of a block. Block: 32 * max(4, SPLIT_WARPS) threads.
-// Shared: 4,096 + 520 * max(4, SPLIT_WARPS) bytes, whatever num_splits is: 1 to MAX_SPLITS, at run time.
+// Shared: 4 * MAX_SPLITS + 520 * max(4, SPLIT_WARPS) bytes, whatever num_splits is: 1 to MAX_SPLITS, at run time.
 // Idea:   the kernel is short, so latency decides. The first BATCH partial loads of every warp are in flight before the
 //         weights are known, and each later batch is loaded while the one before it is summed. Many splits of few rows
 //         take many warps, so that one batch is all; few splits of many rows take one, which needs no sum across warps.
+//         DETERMINISTIC: splits are chunks, most of them perhaps empty, and nothing is loaded of those. Every sum has
+//         an order that does not depend on how many there are: chunk s is in class s % 4, classes are summed from the
+//         first chunk to the last one and then added from class 0 to 3, and an empty chunk adds nothing, or exactly 0.
 // Source: the merge of split-KV decoding (Flash-Decoding). Rows of out and of the partials start on 16 bytes.
 #include "addressing.cuh"
 
@@ -19,7 +22,9 @@ constexpr int THREADS = WARPS * WARP;
 constexpr int COLUMNS = 4 * WARP;  // of one item
 constexpr int ITEMS = WARPS / SPLIT_WARPS;
 constexpr int BATCH = SPLIT_WARPS == 1 ? 4 : 8;  // loads a lane has in flight
-constexpr int MAX_SPLITS = 1024;
+constexpr int MAX_SPLITS = DETERMINISTIC ? 2048 : 1024;
+constexpr int CLASSES = DETERMINISTIC ? 4 / SPLIT_WARPS : 1;  // sums of an item that a warp keeps apart
+static_assert(!DETERMINISTIC || (CLASSES * SPLIT_WARPS == 4 && BATCH % CLASSES == 0), "four classes, in whole batches");
 static_assert(WARPS % SPLIT_WARPS == 0 && DL % (ITEMS * COLUMNS) == 0, "blocks have whole items, rows whole blocks");
 
 struct Smem {
@@ -68,22 +73,26 @@ DEVICE void store_quad(u8* ptr, f32x4 v) {
     st_global_u32x2(ptr, {pack_elements<DTYPE>(v.x, v.y), pack_elements<DTYPE>(v.z, v.w)});
 }
 
-// Splits first, first + SPLIT_WARPS, ... ; zeros past the last one.
-DEVICE void load_batch(f32x4 (&batch)[BATCH], const VerifyParams& p, const Thread& t, int first) {
+// Splits first, first + SPLIT_WARPS, ... ; zeros past the last one. DETERMINISTIC: zeros for those of weight 0 as well.
+DEVICE void load_batch(f32x4 (&batch)[BATCH], const VerifyParams& p, const Thread& t, u32 weights, int first) {
 #pragma unroll
   for (int i = 0; i < BATCH; i++) {
     const int split = first + i * SPLIT_WARPS;
     batch[i] = {0.f, 0.f, 0.f, 0.f};
-    if (split < p.num_splits)
+    if (split < p.num_splits && (!DETERMINISTIC || ld_shared_f32(weights + split * 4) != 0.f))
       batch[i] = load_quad<PARTIAL_DTYPE>(
           element_ptr<PARTIAL_DTYPE>((const void*)p.partial_out, (split * t.rows + t.row) * DL + t.column));
   }
 }
 
+DEVICE f32x4 add_quads(f32x4 a, f32x4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
 // The select keeps what an empty split left in memory, NaN perhaps, out of the sum.
-DEVICE void add_batch(f32x4& sum, const f32x4 (&batch)[BATCH], const VerifyParams& p, u32 weights, int first) {
+DEVICE void add_batch(f32x4 (&sums)[CLASSES], const f32x4 (&batch)[BATCH], const VerifyParams& p, u32 weights,
+                      int first) {
 #pragma unroll
   for (int i = 0; i < BATCH; i++) {
+    f32x4& sum = sums[i % CLASSES];
     const int split = first + i * SPLIT_WARPS;
     const float weight = split < p.num_splits ? ld_shared_f32(weights + split * 4) : 0.f;
     if (weight == 0.f) continue;
@@ -151,7 +160,7 @@ DEVICE f32x4 sum_over_warps(f32x4 sum, const Thread& t, u32 smem) {
 #pragma unroll
   for (int w = 1; w < SPLIT_WARPS; w++) {
     const f32x4 other = ld_shared_f32x4(mine + w * WARP * 16);
-    sum = {sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
+    sum = add_quads(sum, other);
   }
   return sum;
 }
@@ -163,7 +172,7 @@ DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, Weights wei
                         {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
   if (t.column == 0)
     st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
-                  weights.sum == 0.f ? neg_inf() : (weights.max + lg2(weights.sum)) * LN_2);
+                  weights.sum == 0.f ? neg_inf() : lse_out(p, weights.max + lg2(weights.sum)));
 }
 
 KERNEL(mlaflash_combine, THREADS, 1) {
@@ -172,17 +181,21 @@ KERNEL(mlaflash_combine, THREADS, 1) {
   wait_prerequisites();  // orders the split kernel's partials before every load below, under a programmatic launch
 
   f32x4 batch[BATCH];
-  load_batch(batch, p, t, t.first_split);
+  if constexpr (!DETERMINISTIC) load_batch(batch, p, t, smem + Smem::WEIGHTS, t.first_split);
   const Weights weights = compute_weights(p, t, smem);
+  if constexpr (DETERMINISTIC) load_batch(batch, p, t, smem + Smem::WEIGHTS, t.first_split);
 
-  f32x4 sum = {0.f, 0.f, 0.f, 0.f};
+  f32x4 sums[CLASSES] = {};
   for (int first = t.first_split; first < p.num_splits; first += BATCH * SPLIT_WARPS) {
     f32x4 next[BATCH];
-    load_batch(next, p, t, first + BATCH * SPLIT_WARPS);
-    add_batch(sum, batch, p, smem + Smem::WEIGHTS, first);
+    load_batch(next, p, t, smem + Smem::WEIGHTS, first + BATCH * SPLIT_WARPS);
+    add_batch(sums, batch, p, smem + Smem::WEIGHTS, first);
 #pragma unroll
     for (int i = 0; i < BATCH; i++) batch[i] = next[i];
   }
+  f32x4 sum = sums[0];
+#pragma unroll
+  for (int c = 1; c < CLASSES; c++) sum = add_quads(sum, sums[c]);
   sum = sum_over_warps(sum, t, smem);
   if (t.first_split == 0) store(p, t, sum, weights);
 }

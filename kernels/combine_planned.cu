@@ -173,7 +173,7 @@ DEVICE void store(const VerifyParams& p, int q_begin, const Item& item, const Su
                         {sum.columns.x * scale, sum.columns.y * scale, sum.columns.z * scale, sum.columns.w * scale});
   if (item.column == 0)
     st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
-                  sum.weights == 0.f ? neg_inf() : (max + lg2(sum.weights)) * LN_2);
+                  sum.weights == 0.f ? neg_inf() : lse_out(p, max + lg2(sum.weights)));
 }
 
 // This block's share of the rows behind the last request.

@@ -9,6 +9,7 @@
 // Safety: no value of the input leads out of an array or into an endless loop. What lies outside counts as not visible,
 //         a parent that does not come before its child as none, a link out of range as none; loops over links end after
 //         q_len steps. The result for such input is the same at every run.
+#include "integers.cuh"
 #include "mask_params.cuh"
 #include "ptx.cuh"
 
@@ -36,12 +37,6 @@ struct Request {
   i64 len;           // its entry of lens
   u64 source_begin;  // of RAGGED and BITS
 };
-
-DEVICE i64 clamp(i64 v, i64 least, i64 most) { return v < least ? least : v > most ? most : v; }
-
-DEVICE i64 load_integer(const void* ptr, bool is_wide, i64 index) {
-  return is_wide ? (i64)ld_global_u64((const u64*)ptr + index) : (i64)(i32)ld_global_u32((const u32*)ptr + index);
-}
 
 // First query token of a request; of request B, the end of the last one.
 DEVICE int query_begin(const MaskParams& p, int index) {

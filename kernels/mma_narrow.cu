@@ -8,7 +8,7 @@
 //         They are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes
 //         that it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps
 //         add their partial scores through shared memory. Two KV groups (or two blocks on an SM) take turns and hide
-//         each other's latency.
+//         each other's latency. DETERMINISTIC: a block computes chunks one after the other, each from nothing.
 // Source: the online softmax over KV tiles of FlashAttention (arXiv:2205.14135), split over KV as in Flash-Decoding.
 #include "mma.cuh"
 
@@ -29,6 +29,7 @@ constexpr int K_AHEAD = 2;                        // ldmatrix in flight before t
 
 static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of their columns");
 static_assert(STAGES >= 2, "one tile is read while the next one is copied");
+static_assert(KV_GROUPS == 1 || !DETERMINISTIC, "a chunk is one chain of tiles");
 static_assert(!PLANNED || PLANNED_ROWS == TILE, "the list has row tiles of this kernel");
 static_assert(EXCHANGE_BUFFERS == 1 || EXCHANGE_BUFFERS == 2, "one buffer costs a second barrier a tile");
 
@@ -131,6 +132,7 @@ struct Source {
   int last_cached;  // the cache's last token, below 0 for none; those after it are rows of new_kv_c and new_k_pe
   int tile, end;    // next tile to copy; the split's tiles end here
   int masked;       // every row sees all tokens of the tiles before this one, and the cache holds them
+  u32 listed[STAGES] = {};  // SPARSE_IDS: listed_bits() of the tiles in the ring, the oldest first
 };
 
 DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
@@ -190,6 +192,19 @@ DEVICE u32 copied_id(const Warp& w, const Source& s, u32 stage) {
   return has_ids(s, s.tile) ? ld_shared_u32(stage + Smem::IDS + w.lane % TILE * 4) : 0;
 }
 
+// SPARSE_IDS: copies the tile whose listed_bits() are `bits`, and adds them to those of the ring.
+DEVICE void copy_listed(const Warp& w, Source& s, u32 stage, KvRow row, u32 bits) {
+  if (s.tile < s.end) {
+    if (bits == ~0u)
+      copy_slice<true>(w, stage, row);
+    else
+      copy_slice<false>(w, stage, bits >> w.lane & 1 ? row : KvRow{nullptr, nullptr});
+  }
+#pragma unroll
+  for (int i = 1; i < STAGES; i++) s.listed[i - 1] = s.listed[i];
+  s.listed[STAGES - 1] = bits;
+}
+
 // Copies the next tile to `stage`, and the ids of the tile that comes there after it. They land together, so that no id
 // is waited for. Past the end nothing is copied, but the cp.async group is still closed: the waits count groups.
 DEVICE void copy_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& s, u32 stage,
@@ -198,10 +213,13 @@ DEVICE void copy_tile(const VerifyParams& p, const Request& r, const RowTile& ro
   // Before any branch, so that its arithmetic runs beside the products that come before.
   const KvRow row = cached_row(p, id, token);
   warp_sync();  // orders all lanes' reads of the stage before the copies that overwrite it
-  if (s.tile < s.masked)
+  if constexpr (SPARSE_IDS) {
+    copy_listed(w, s, stage, row, listed_bits(id, token, s.last_cached + 1));
+  } else if (s.tile < s.masked) {
     copy_slice<true>(w, stage, row);
-  else if (s.tile < s.end)
+  } else if (s.tile < s.end) {
     copy_slice<false>(w, stage, masked_row(p, r, rows, s, id, token));
+  }
   const int later = s.tile + STAGES * KV_GROUPS;
   if (w.lane < TILE && has_ids(s, later)) cp_async_4(stage + Smem::IDS + w.lane * 4, id_ptr(p, w, s, later));
   cp_async_commit();
@@ -336,6 +354,20 @@ DEVICE void store(const VerifyParams& p, const Request& r, int part, const RowTi
   }
 }
 
+DEVICE void reset(Softmax& softmax, float (&o)[O_TILES][4]) {
+  softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
+#pragma unroll
+  for (int i = 0; i < O_TILES; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
+}
+
+// DETERMINISTIC, after a tile: stores the chunk that it ends, and begins the next one.
+DEVICE void end_chunk(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w,
+                      const TileRange& tiles, int tile, Softmax& softmax, float (&o)[O_TILES][4]) {
+  if (tile + 1 != tiles.end && (tile + 1) % CHUNK_TILES != 0) return;
+  store_results(p, r, tile / CHUNK_TILES, rows.first, rows.end, w.column * (DL / COLUMN_WARPS), softmax, o);
+  reset(softmax, o);
+}
+
 // --- the kernel ----------------------------------------------------------------------------------------------------
 
 // The page ids of the first tile of every stage: loaded early, and left with the stages as later ones are.
@@ -400,28 +432,47 @@ DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows,
     // K and V go to registers at once: the stage is free for the next copies before the scores are known.
     float sums[2][2][4] = {}, s[2][4];
     u32 v[V_STEPS][4];
-    const u32 id = copied_id(w, source, w.ring + stage);
+    const u32 id = copied_id(w, source, w.ring + stage), listed = SPARSE_IDS ? source.listed[0] : ~0u;
     partial_scores(q, w.keys + stage, sums);
     load_values(w.values + stage, v);
     copy_tile(p, r, rows, w, source, w.ring + stage, id);
     publish_scores(w, buffer, sums, s);
     add_scores(w, buffer, s);
     soft_cap(p, s);
-    if (tile >= source.masked) mask_tile(p, r, rows, w, tile, s);
+    if constexpr (SPARSE_IDS) {
+      if (listed != ~0u) mask_scores(s, {listed, listed});
+    } else if (tile >= source.masked) {
+      mask_tile(p, r, rows, w, tile, s);
+    }
     u32 weights[4];
     softmax_tile(s, exponent_scale(p), softmax, o, weights);
     add_values(weights, v, o);
+    if constexpr (DETERMINISTIC) end_chunk(p, r, rows, w, tiles, tile, softmax, o);
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
   cp_async_wait_all();  // nothing is in flight any more
-  store(p, r, part, rows, w, softmax, o);
+  if constexpr (!DETERMINISTIC) store(p, r, part, rows, w, softmax, o);
+}
+
+// Brings the page ids of the block's first tiles to the level-2 cache while the request's lengths are on their way, in
+// case it has the greatest length that it may have: a short call is mostly latency.
+DEVICE void prefetch_ids(const VerifyParams& p) {
+  const int all = ((int)p.max_kv_len + TILE - 1) / TILE, per_split = (all + grid_dim_y() - 1) / grid_dim_y();
+  const int token = (block_idx_y() * per_split + thread_idx() / TILE) * TILE + thread_idx() % TILE;
+  if (token >= p.max_kv_len || (p.kv_indptr && block_idx_z() > 0)) return;
+  const i64 id = block_idx_z() * p.block_table_stride + page_of(p, token);
+  prefetch_l2((const u8*)p.page_ids + id * (p.wide_ids ? 8 : 4));
 }
 
 DEVICE void attend_split(const VerifyParams& p, const Request& r) {
   const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
   if (rows.end <= rows.first) return;
   const TileRange tiles = split_tiles(p, r, rows, block_idx_y());
+  if constexpr (DETERMINISTIC) {
+    store_absent<THREADS>(p, r, rows.first, rows.end, count_chunks(p, r, rows));
+    if (tiles.begin == tiles.end) return;
+  }
   if (tiles.begin == tiles.end) return store_empty<THREADS>(p, r, 0, rows.first, rows.end);
   attend(p, r, rows, tiles, 0);
 }
@@ -444,6 +495,7 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
 #pragma unroll 1
     for (int item = block_idx_x(); item >= 0;) item = attend_item(p, item);
   } else {
+    prefetch_ids(p);
     const Request r = load_request(p, block_idx_z());
     attend_split(p, r);
     store_padding<THREADS>(p, r);

@@ -13,6 +13,9 @@
 //         gaps that are left. A stage of the ring is free as soon as its K is multiplied and its V is in registers.
 #include "mma.cuh"
 
+static_assert(!DETERMINISTIC, "mma_narrow computes the rows that are to be the same in every call");
+static_assert(!SPARSE_IDS, "mma_wide attends over lists of slots");
+
 constexpr int SCORE_WARPS = 4;
 constexpr int VALUE_WARPS = 8;
 constexpr int THREADS = (SCORE_WARPS + VALUE_WARPS) * WARP;

@@ -13,6 +13,8 @@
 //         well, which V = K[:, :512] invites.
 #include "mma.cuh"
 
+static_assert(!DETERMINISTIC, "mma_narrow computes the rows that are to be the same in every call");
+
 constexpr int WARPS = ROW_GROUPS * COLUMN_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROWS = ROW_GROUPS * 16;
@@ -49,6 +51,7 @@ struct Smem {
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
   static constexpr u32 EMPTY = FULL + 8;     // mbarrier: all warps are done with it
+  static constexpr u32 ID = ROW_BYTES;       // SPARSE_IDS: id of a row's token, in what pads the row to its pitch
 };
 
 // --- the ring ------------------------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ struct Source {
   const u8* ids;    // the request's page ids
   u32 id_bytes;     // of an id
   i32 end;          // KV tokens of this block end here
-  i32 masked_from;  // every row sees every token of the tiles before the one that this token begins
+  i32 masked_from;  // every row sees every token of the tiles before the one that this token begins; SPARSE_IDS: 0
   i32 cached;       // NEW_KV: tokens from here on are rows of new_kv_c and new_k_pe
   i32 new_row;      // NEW_KV: the row of token 0, were it there
 };
@@ -121,7 +124,7 @@ DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile
   const u64 ids = (u64)p.page_ids + r.id_begin * s.id_bytes;
   s.ids = (const u8*)((u64)make_uniform((u32)(ids >> 32)) << 32 | make_uniform((u32)ids));
   s.end = make_uniform(min_int(tiles.end * TILE, visible_end(p, r, rows.q_last)));
-  s.masked_from = make_uniform(masked_from * TILE);
+  s.masked_from = SPARSE_IDS ? 0 : make_uniform(masked_from * TILE);
   s.cached = NEW_KV ? make_uniform(r.kv_len - r.q_len) : 0;
   s.new_row = NEW_KV ? make_uniform(r.q_begin - (r.kv_len - r.q_len)) : 0;
   return s;
@@ -147,7 +150,7 @@ DEVICE void find_slots(Slot (&slots)[COPY_ROWS], const VerifyParams& p, const So
     const i32 token = min_int(first + i, s.end - 1);
     if (NEW_KV && token >= s.cached) continue;
     const u32 page = page_of(p, token);
-    slots[i].offset = token - page * p.page_size;
+    slots[i].offset = SPARSE_IDS ? 0 : token - page * p.page_size;
     slots[i].page = (i32)ld_global_nc_u32(s.ids + page * s.id_bytes);
   }
 }
@@ -169,8 +172,9 @@ DEVICE KvRow source_chunk(const VerifyParams& p, const Source& s, i32 token, Slo
 }
 
 // Some row of the row tile sees the token. Others are zeros in the ring: their weight is 0, but 0 times a NaN is not.
-DEVICE bool is_seen(const Source& s, u32 smem, i32 token) {
+DEVICE bool is_seen(const Source& s, u32 smem, i32 token, Slot slot) {
   if (token >= s.end) return false;
+  if constexpr (SPARSE_IDS) return slot.page >= 0;
   const int column = token - (i32)ld_shared_u32(smem + Smem::TAIL_BEGIN);
   return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
 }
@@ -184,12 +188,14 @@ DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stag
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
     const i32 token = tile_token + share.row + i;
-    const u32 bytes = tile_token < s.masked_from || is_seen(s, smem, token) ? 16 : 0;
+    const u32 bytes = tile_token < s.masked_from || is_seen(s, smem, token, slots[i]) ? 16 : 0;
     const KvRow row = source_chunk(p, s, token, slots[i], share.chunk);
     const u32 dst = stage + (share.row + i) * PITCH + share.chunk * 16;
 #pragma unroll
     for (int c = 0; c < LATENT_BYTES; c += COPY_LANES * 16) cp_async_16_zfill(dst + c, row.c + c, bytes);
     if (share.chunk < DR * 2 / 16) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
+    if (SPARSE_IDS && share.chunk == COPY_LANES - 1)
+      cp_async_4(stage + (share.row + i) * PITCH + Smem::ID, s.ids + min_int(token, s.end - 1) * s.id_bytes);
   }
   cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
 }
@@ -353,6 +359,12 @@ DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4]) {
   mask_scores(s, bits);
 }
 
+// SPARSE_IDS: listed_bits() of the step's tile, from the ids that came with its rows.
+DEVICE u32 listed_tokens(const Block& b, u32 lane) {
+  const u32 row = b.smem + Smem::RING + b.at.scores.offset + lane % TILE * PITCH;
+  return listed_bits(ld_shared_u32(row + Smem::ID), b.at.token + lane % TILE, b.source.end);
+}
+
 // In the middle of a step: the stage of tile n - 2 takes tile n - 2 + STAGES. What is copied is also waited for, by
 // every thread, so no copy is in flight when the block ends.
 DEVICE void refill(const VerifyParams& p, Block& b) {
@@ -387,8 +399,13 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state) {
     if (lane == 0) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
   }
   exchange_scores(s, b.smem, b.warp, lane, at.exchange);
+  const u32 listed = SPARSE_IDS ? listed_tokens(b, lane) : ~0u;
   soft_cap(p, s);
-  if (at.token >= b.source.masked_from) mask_tile(p, b, s);
+  if constexpr (SPARSE_IDS) {
+    if (listed != ~0u) mask_scores(s, {listed, listed});
+  } else if (at.token >= b.source.masked_from) {
+    mask_tile(p, b, s);
+  }
   b.at = next_position(at);
   softmax_tile(s, b.scale, state.softmax, state.o, state.weights);
 }
@@ -402,7 +419,7 @@ DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
     const i32 token = tile_token + share.row + i;
-    if (token >= s.end || share.chunk > LINES) continue;
+    if (token >= s.end || share.chunk > LINES || (SPARSE_IDS && slots[i].page < 0)) continue;
     const KvRow row = source_chunk(p, s, token, slots[i], share.chunk % LINES * 8);
     prefetch_l2(share.chunk == LINES ? row.pe : row.c);
   }

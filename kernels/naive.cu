@@ -163,14 +163,14 @@ DEVICE void attend(const Row& row, u32 smem) {
   store_row(row, sum_values<ALIGNED>(row), empty ? 0.0f : 1.0f / sum, smem);
   if (thread_idx() == 0)
     st_global_f32(row.p.lse + row.token * row.p.lse_stride_t + row.head * row.p.lse_stride_h,
-                  empty ? neg_inf() : (largest + lg2(sum)) * LN_2);
+                  empty ? neg_inf() : lse_out(row.p, largest + lg2(sum)));
 }
 
 KERNEL(mlaflash_naive, BLOCK, 1) {
   const int token = block_idx_x() / p.num_heads, head = block_idx_x() % p.num_heads;
   const Request r = find_request(p, token);
   const int end = r.index < 0 ? 0 : visible_end(p, r, token);
-  const Row row{p, r, token, head, end, p.scores + ((i64)token * p.num_heads + head) * p.scores_stride};
+  const Row row{p, r, token, head, end, p.scores + ((i64)token * p.num_heads + head) * p.max_kv_len};
   if (p.vectorized)
     attend<true>(row, shared_base());
   else

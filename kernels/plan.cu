@@ -1,11 +1,11 @@
 // plan: from the lengths of a batch, which only the device knows, to a list of work for the blocks of mma_*.
 //
 // Grid:   1 block of 512 threads.
-// Shared: 144 bytes (struct Smem).
+// Shared: 128 bytes (struct Smem).
 // Global: work_scratch holds struct Scratch.
 // Idea:   the row tiles of all requests lie end to end on one axis, each as long as its work: `work_start_tiles` for
 //         its start, then its KV tiles. Block k of the kernel takes the k-th of equal pieces of the axis. A cut near
-//         either end of a row tile moves there: nobody starts for a handful of tiles. The axis has the first row tile
+//         either end of a row tile moves there: nobody starts for a tile or two. The axis has the first row tile
 //         of every request, then the second of every one: blocks that read the same KV at the same time share it in
 //         the level-2 cache. Row tiles that see nothing cost 1, for their zeros.
 //         Where lengths are alike, each block takes a piece of one row tile alone: all row tiles are then cut into runs
@@ -18,7 +18,7 @@ constexpr int WARPS = THREADS / WARP;
 
 struct Smem {
   static constexpr u32 SUMS = 0;  // u64 [WARPS] of a scan
-  static constexpr u32 BYTES = SUMS + WARPS * 8 + 16;
+  static constexpr u32 BYTES = SUMS + WARPS * 8;
 };
 
 // --- row tiles -----------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ DEVICE Cut equal_cut(const VerifyParams& p, const Scratch& s, int spans, int blo
   if (span == spans) return {spans, 0};
   const int tiles = tiles_of(p, s, span);
   const int tile = (int)(at - ld_global_u64(s.begins + span)) - p.work_start_tiles;
-  const int least = min_int(p.work_start_tiles, p.work_least_tiles);
+  const int least = max_int(p.work_start_tiles / 4, 1);  // more would leave others longer than a start that it saves
   if (tile < least) return {span, 0};
   return tiles - tile < least ? Cut{span + 1, 0} : Cut{span, tile};
 }

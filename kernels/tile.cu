@@ -25,6 +25,7 @@ constexpr int DIM_SLICES = max_int(1, NUM_WARPS / SCORE_SETS);            // idl
 // Values: a thread owns two neighbouring columns of all heads.
 constexpr int COLUMNS = DL / BLOCK;
 static_assert(COLUMNS == 2, "values are loaded in pairs");
+static_assert(DETERMINISTIC % TK == 0, "chunks are whole tiles");
 constexpr int MIN_BLOCKS = HT <= 8 ? 2 : 1;  // two blocks hide each other's loads where 128 registers are enough
 
 struct Smem {
@@ -43,8 +44,12 @@ struct Split {
   int begin, end;  // KV tokens
 };
 
-// Equal runs of whole tiles; the last ones may be empty.
+// Equal runs of whole tiles; the last ones may be empty. DETERMINISTIC: chunk `block_idx_y()`.
 DEVICE Split split_range(const VerifyParams& p, int end) {
+  if constexpr (DETERMINISTIC) {
+    const int begin_token = min_int(block_idx_y() * DETERMINISTIC, end);
+    return {begin_token, min_int(begin_token + DETERMINISTIC, end)};
+  }
   const int tiles = (end + TK - 1) / TK;
   const int per_split = (tiles + p.num_splits - 1) / p.num_splits;
   const int begin_token = min_int(block_idx_y() * per_split * TK, end);
@@ -192,6 +197,9 @@ DEVICE void tile_softmax(const VerifyParams& p, u32 smem) {
     }
 #pragma unroll
     for (int mask = WARP / 2; mask > 0; mask /= 2) maximum = max_f32(maximum, shfl_xor_f32(maximum, mask));
+    // An integer: alpha below is a power of two, and products with it are exact, whichever of them the compiler fuses
+    // with a sum.
+    if constexpr (DETERMINISTIC) maximum = ceil_f32(maximum);
     const float base = maximum == neg_inf() ? 0.0f : maximum;  // nothing visible yet: every weight is 2^-inf = 0
     float sum = 0.0f;
 #pragma unroll
@@ -205,7 +213,7 @@ DEVICE void tile_softmax(const VerifyParams& p, u32 smem) {
     for (int mask = WARP / 2; mask > 0; mask /= 2) sum += shfl_xor_f32(sum, mask);
     warp_sync();  // every lane has read MAXIMUM before lane 0 replaces it
     if (lane == 0) {
-      const float alpha = ex2(old_maximum - base);
+      const float alpha = DETERMINISTIC ? exact_ex2(old_maximum - base) : ex2(old_maximum - base);
       const float old_sum = ld_shared_f32(smem + Smem::SUM + h * 4);
       st_shared_f32(smem + Smem::ALPHA + h * 4, alpha);
       st_shared_f32(smem + Smem::MAXIMUM + h * 4, maximum);
@@ -268,13 +276,15 @@ DEVICE void store_heads(const VerifyParams& p, int token, int head_begin, const 
         store_element<OUT_DTYPE>(
             element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + column + j),
             acc[h][j] * inv_sum);
-      if (column == 0) st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h, lse * LN_2);
+      if (column == 0) st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h, lse_out(p, lse));
     } else {
       const i64 row = block_idx_y() * num_rows + (i64)token * p.num_heads + head;
 #pragma unroll
-      for (int j = 0; j < COLUMNS; j++)
+      for (int j = 0; j < COLUMNS; j++) {
+        if (DETERMINISTIC && empty) break;  // combine loads nothing of it
         store_element<PARTIAL_DTYPE>(element_ptr<PARTIAL_DTYPE>(p.partial_out, row * DL + column + j),
                                      acc[h][j] * inv_sum);
+      }
       if (column == 0) st_global_f32(p.partial_lse + row, lse);
     }
   }

@@ -24,16 +24,20 @@ from mlaflash.errors import (
 from mlaflash.settings import configure_logging
 
 if TYPE_CHECKING:
-    from mlaflash import emulator, oracle
+    from mlaflash import emulator, kv, oracle, spec
     from mlaflash.attention import mla_verify
     from mlaflash.device import Device
+    from mlaflash.floors import roofline
     from mlaflash.mask_pack import pack_mask
     from mlaflash.mask_source import MaskSource
     from mlaflash.masks import TreeMask
     from mlaflash.merge import merge_states
     from mlaflash.plan import VerifyPlan
     from mlaflash.scale import yarn_sm_scale
+    from mlaflash.shape import VerifyShape
+    from mlaflash.sparse import mla_sparse
     from mlaflash.tiles import TileConfig
+    from mlaflash.warm import warmup
 
 __version__ = "0.1.0"
 
@@ -55,27 +59,37 @@ __all__ = [
     "TreeMask",
     "UnsupportedError",
     "VerifyPlan",
+    "VerifyShape",
     "__version__",
     "emulator",
+    "kv",
     "merge_states",
+    "mla_sparse",
     "mla_verify",
     "oracle",
     "pack_mask",
+    "roofline",
+    "spec",
+    "warmup",
     "yarn_sm_scale",
 ]
 
 _MODULE_OF = {
     "VerifyPlan": "plan",
+    "VerifyShape": "shape",
     "Device": "device",
     "MaskSource": "mask_source",
     "TileConfig": "tiles",
     "TreeMask": "masks",
     "merge_states": "merge",
+    "mla_sparse": "sparse",
     "mla_verify": "attention",
     "pack_mask": "mask_pack",
+    "roofline": "floors",
+    "warmup": "warm",
     "yarn_sm_scale": "scale",
 }
-_SUBMODULES = frozenset({"emulator", "oracle"})
+_SUBMODULES = frozenset({"emulator", "kv", "oracle", "spec"})
 
 configure_logging()
 

@@ -39,10 +39,12 @@ def mla_verify(
     out: Any = None,
     lse: Any = None,
     out_dtype: Any = None,
+    lse_base: str = "e",
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = False,
     stream: Any = None,
@@ -96,6 +98,8 @@ def mla_verify(
         As `out`.
     out_dtype : str or dtype, optional
         Of `out`; by default q's, or that of `out`.
+    lse_base : {"e", "2"}
+        Base of `lse`: the natural logarithm, or that in base 2, which some engines merge.
     max_q_len : int, optional
         Largest number of query tokens of a request; tightens the grid for ragged q. By default a TreeMask without
         `tail_lens` gives it by its columns, else it is T.
@@ -106,6 +110,10 @@ def mla_verify(
         are below 2**31 elements and a TreeMask has at most 1,024 columns; else `tile`.
     tiles : KernelConfig, optional
         Constants of the kernel, such as `TileConfig`.
+    deterministic : bool
+        A row of `out` and `lse` then depends on its own q and on the tokens that it sees, and on nothing else: it has
+        the same bits alone, in a batch, in a verify call and in a decode call of one token, with other heads beside it,
+        in pages of any size, from `new_kv` or from the cache, and whatever bounds the lengths (see Notes).
     budget : str, optional
         Architecture whose shared memory a block may have, and whose number of blocks an SM holds, such as ``"sm_120"``,
         where these are lower than the GPU's.
@@ -120,8 +128,8 @@ def mla_verify(
     out : array, q's dtype or `out_dtype`
         ``(T, H, 512)`` or ``(B, S, H, 512)``.
     lse : array, float32
-        ``(T, H)`` or ``(B, S, H)``: natural logarithm of the sum of the exponentials of the scores; -inf for an
-        empty row.
+        ``(T, H)`` or ``(B, S, H)``: logarithm, natural or as `lse_base` says, of the sum of the exponentials of the
+        scores; -inf for an empty row.
 
     Raises
     ------
@@ -142,6 +150,14 @@ def mla_verify(
 
     JAX computes on streams of its own. The launch's stream waits for JAX arrays on the GPU, and JAX for the results,
     by events of its own; so they cannot be captured. Keep the inputs until the results are there.
+
+    ``deterministic=True`` takes one kernel with the same constants for whatever rows: `mma_narrow` for 16-bit q, whose
+    rows must start on 16 bytes, `tile` for float32; another `kernel` or other `tiles` are refused. The KV is cut into
+    chunks of 256 tokens, counted from the first one, and these are merged in a fixed order. The promise holds for
+    finite values, for one element type of q and of `out`, on GPUs of one architecture, for one version of mlaflash and
+    of NVRTC. Rows that see the same tokens at other positions may differ. Between the two kernels lie ``T * H *
+    max_kv_len / 256`` partial results of 512 elements, and 524,288 tokens are the most: give `max_kv_len` where the
+    page table can hold more than a request has.
     """
     arrays = {
         "q": q,
@@ -160,18 +176,52 @@ def mla_verify(
         "page_size": page_size,
         "logit_cap": logit_cap,
         "out_dtype": out_dtype,
+        "lse_base": lse_base,
         "max_q_len": max_q_len,
         "max_kv_len": max_kv_len,
         "kernel": kernel,
         "tiles": tiles,
+        "deterministic": deterministic,
         "budget": budget,
     }
     words, mask_key = (mask.words, mask.max_q) if isinstance(mask, TreeMask) else (None, mask)
     signature = reuse.Signature({**arrays, **results, "words": words}, (mask_key, *options.values()))
+    return call_or_repeat(signature, {**arrays, **results, **options, "mask": mask}, validate=validate, stream=stream)
+
+
+def call_or_repeat(
+    signature: reuse.Signature,
+    arguments: dict[str, Any],
+    *,
+    validate: bool,
+    stream: Any,
+    read: Callable[..., Problem] = Problem.from_arrays,
+) -> tuple[Any, Any]:
+    """Make a call, from what an equal one before it left where there was one.
+
+    Parameters
+    ----------
+    signature : Signature
+        Of the arguments.
+    arguments : dict of str to Any
+        Those of `prepare`; q, out and lse among them.
+    validate, stream, read
+        As in `prepare`.
+
+    Returns
+    -------
+    out, lse : array
+        As in `mla_verify`.
+
+    Raises
+    ------
+    MlaFlashError
+        As in `mla_verify`.
+    """
     known = None if validate else reuse.recall(signature)
     if known is not None:
-        return _launch_again(known, signature, q, out, lse, stream)
-    call = prepare(**arrays, **results, **options, mask=mask, validate=validate, stream=stream)
+        return _launch_again(known, signature, arguments["q"], arguments["out"], arguments["lse"], stream)
+    call = prepare(**arguments, validate=validate, stream=stream, read=read)
     call.launch()
     if not call.workspaces.keys() & _CALLERS and call.exports == (None, None):
         problem = call.problem
@@ -206,10 +256,10 @@ def _launch_again(
         with memory.scope:
             if out is None:
                 out = memory.empty(known.out_shape, known.out_dtype)
-                addresses["out"] = (memory.address(out),)
+                addresses["out"] = memory.address(out)
             if lse is None:
                 lse = memory.empty(known.out_shape[:-1], "float32")
-                addresses["lse"] = (memory.address(lse),)
+                addresses["lse"] = memory.address(lse)
             workspaces = {w.name: memory.empty(w.shape, w.dtype) for w in known.workspaces}
         known.point(addresses, {name: memory.address(array) for name, array in workspaces.items()})
         for launch in known.launches:
@@ -281,17 +331,21 @@ def prepare(
     out_dtype: Any = None,
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = False,
     stream: Any = None,
+    read: Callable[..., Problem] = Problem.from_arrays,
     **arguments: Any,
 ) -> Call:
-    """Do everything of a verify call but the launches.
+    """Do everything of a verify call, or of a sparse one, but the launches.
 
     Parameters
     ----------
     q, kv_cache, ...
-        As in `mla_verify`.
+        As in `mla_verify`, or in `mla_sparse`.
+    read : callable
+        What makes a problem of the arguments: `Problem.from_lists` for a sparse call.
 
     Returns
     -------
@@ -312,13 +366,13 @@ def prepare(
         view = partial(device_view, ordinal=ordinal, stream=work_stream)
         if out_dtype is None and out is not None:
             out_dtype = view("out", out).dtype
-        problem = Problem.from_arrays(view, q, kv_cache, out_dtype=out_dtype, **arguments)
+        problem = read(view, q, kv_cache, out_dtype=out_dtype, **arguments)
         if validate:
             with work_stream:
                 problem.validate()
         device = Device.current(ordinal)
         limits = device if budget is None else apply_budget(device, budget)
-        schedule = plan(problem, limits, kernel=kernel, tiles=tiles)
+        schedule = plan(problem, limits, kernel=kernel, tiles=tiles, deterministic=deterministic)
         launches = () if problem.is_empty else schedule.launches
         memory = memory_for(first, work_stream, ordinal, is_current=stream is None)
         exports = (None if out is not None else memory.export, None if lse is not None else memory.export)

@@ -33,6 +33,26 @@ def integer(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """Return a word that is one of those allowed.
+
+    Parameters
+    ----------
+    name : str
+        The caller's name for it.
+    value : str
+    allowed : tuple of str
+
+    Raises
+    ------
+    InvalidArgumentError
+        It is something else.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be {' or '.join(map(repr, allowed))}.")
+    return value
+
+
 def finite(name: str, value: Any) -> float:
     """Return a number that is finite, in float32 too: that is what the kernels get.
 

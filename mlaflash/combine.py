@@ -9,6 +9,9 @@ from mlaflash.errors import InvalidArgumentError
 MAX_SPLITS: Final = 1024
 """Most splits of one call, `MAX_SPLITS` of the kernel: their weights lie in shared memory."""
 
+MAX_CHUNKS: Final = 2048
+"""The same of a deterministic call, whose splits are chunks of a constant number of tokens."""
+
 _COLUMN_GROUPS: Final = 4
 _WARP: Final = 32
 
@@ -43,6 +46,20 @@ def split_warps(num_splits: int, num_rows: int = 1) -> int:
     return 8 if num_splits > 32 and num_rows <= 64 else 4
 
 
+def merge_splits(num_rows: int = 1) -> list[int]:
+    """List numbers of splits that cover all the ways `combine` is compiled, the smallest of each.
+
+    Parameters
+    ----------
+    num_rows : int
+        Rows of out.
+    """
+    first: dict[int, int] = {}
+    for splits in range(2, MAX_SPLITS + 1):
+        first.setdefault(split_warps(splits, num_rows), splits)
+    return list(first.values())
+
+
 def _warps(num_splits: int, num_rows: int) -> int:
     return max(_COLUMN_GROUPS, split_warps(num_splits, num_rows))
 
@@ -67,6 +84,22 @@ def shared_bytes(num_splits: int, num_rows: int = 1) -> int:
         Of the call.
     """
     return MAX_SPLITS * 4 + _warps(num_splits, num_rows) * (2 * 4 + _WARP * 16)
+
+
+def chunk_warps(num_chunks: int, num_rows: int) -> int:
+    """Return `SPLIT_WARPS` of a deterministic call: 1 or 4, which add a row's chunks in the same order.
+
+    Parameters
+    ----------
+    num_chunks, num_rows : int
+        Of the call.
+    """
+    return 1 if num_chunks <= 8 or (num_chunks <= 64 and num_rows > 512) else _COLUMN_GROUPS
+
+
+def chunk_shared_bytes() -> int:
+    """Return the dynamic shared memory of a block of a deterministic call, which is 4 warps."""
+    return MAX_CHUNKS * 4 + _COLUMN_GROUPS * (2 * 4 + _WARP * 16)
 
 
 def grid(num_rows: int, num_splits: int) -> tuple[int, int, int]:

@@ -113,6 +113,12 @@ def shared_bytes(source_format: str) -> int:
     return {"ragged": sums, "bits": sums, "parents": entries, "retrieve": 4 * entries}.get(source_format, 0)
 
 
+def every_launch() -> tuple[Launch, ...]:
+    """Return a launch of each form that the kernel is compiled in, on one block."""
+    formats = {code: name for name, code in FORMAT_CODES.items()}
+    return tuple(Launch("mask", defines(name), (1, 1, 1), BLOCK, shared_bytes(name)) for name in formats.values())
+
+
 def build(
     view: View,
     source: MaskSource,

@@ -1,4 +1,4 @@
-"""The referee: MLA verify attention in NumPy, float64 inside, written to be read.
+"""The referee: MLA verify attention, and sparse attention, in NumPy, float64 inside, written to be read.
 
 It shares no code with the library's own argument handling, so that a mistake there is found here.
 What a row does not see is never selected; nothing is multiplied by 0 to be rid of it, so any bits
@@ -44,10 +44,12 @@ def mla_verify(
     out: Array | None = None,
     lse: Array | None = None,
     out_dtype: Any = None,
+    lse_base: str = "e",
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
     kernel: str | None = None,
     tiles: Any = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = True,
 ) -> tuple[Array, Array]:
@@ -97,9 +99,11 @@ def mla_verify(
         Filled with the results, cast to their dtypes, and returned.
     out_dtype : dtype, optional
         Dtype of a new `out`; float64 by default.
+    lse_base : {"e", "2"}
+        Base of `lse`.
     max_q_len, max_kv_len : int, optional
         Upper bounds of the lengths; a request beyond them is refused.
-    kernel, tiles, budget, validate
+    kernel, tiles, deterministic, budget, validate
         Accepted so that the arguments of one call fit; they choose how the library computes, and
         the oracle has one way. It always validates.
 
@@ -108,7 +112,7 @@ def mla_verify(
     out : numpy.ndarray, shape (T, H, 512) or (B, S, H, 512), float64
         0 for an empty row.
     lse : numpy.ndarray, shape (T, H) or (B, S, H), float64
-        Natural logarithm of the sum of exponentials of the scores; -inf for an empty row.
+        Natural logarithm of the sum of exponentials of the scores, or that in base 2; -inf for an empty row.
 
     Raises
     ------
@@ -118,6 +122,8 @@ def mla_verify(
     _finite("sm_scale", sm_scale)
     if _finite("logit_cap", logit_cap) < 0:
         raise InvalidArgumentError(f"logit_cap is {logit_cap}; it must be 0 (none) or positive.")
+    if lse_base not in ("e", "2"):
+        raise InvalidArgumentError(f"lse_base is {lse_base!r}; it must be 'e' or '2'.")
     queries = np.concatenate([part.astype(np.float64) for part in _parts("q", q)], axis=-1)
     if queries.ndim not in (3, 4):
         raise ShapeError(f"q has shape {queries.shape}; it must be (T, H, {D}) or (B, S, H, {D}).")
@@ -155,8 +161,90 @@ def mla_verify(
         result[rows], logs[rows] = _attend(queries[rows], tokens, visible, sm_scale, logit_cap)
     return (
         _deliver("out", result.reshape(*leading, DL), out, out_dtype),
-        _deliver("lse", logs.reshape(leading), lse, None),
+        _deliver("lse", logs.reshape(leading) / (math.log(2) if lse_base == "2" else 1.0), lse, None),
     )
+
+
+def mla_sparse(
+    q: Any,
+    kv_cache: Any,
+    indices: Any,
+    *,
+    sm_scale: float,
+    topk_lens: Any = None,
+    logit_cap: float = 0.0,
+    out: Array | None = None,
+    lse: Array | None = None,
+    out_dtype: Any = None,
+    lse_base: str = "e",
+    kernel: str | None = None,
+    tiles: Any = None,
+    budget: str | None = None,
+    validate: bool = True,
+) -> tuple[Array, Array]:
+    """Attend each query token to the cache rows that it lists, in float64.
+
+    Parameters
+    ----------
+    q : array, shape (T, H, 576), or the pair (q_nope, q_pe) of widths 512 and 64
+        Absorbed queries, as in `mla_verify`.
+    kv_cache : array, or the pair (kv_c, k_pe) of widths 512 and 64
+        As in `mla_verify`; a slot is a token of the pages in their order.
+    indices : array, shape (T, topk), integers
+        Slots of each query token, shared by its heads; -1 is none, and one listed twice counts twice.
+    sm_scale : float
+        Multiplies ``q . k``; any finite value.
+    topk_lens : array, shape (T,), integers, optional
+        How many first entries of each row of `indices` count; those behind are never looked at.
+    logit_cap : float
+        ``logit_cap * tanh(score / logit_cap)``; 0 leaves scores alone.
+    out, lse, out_dtype, lse_base, kernel, tiles, budget, validate
+        As in `mla_verify`.
+
+    Returns
+    -------
+    out : numpy.ndarray, shape (T, H, 512), float64
+        0 for a query token without an entry.
+    lse : numpy.ndarray, shape (T, H), float64
+        Logarithm of the sum of exponentials of the scores; -inf for a query token without an entry.
+
+    Raises
+    ------
+    InvalidArgumentError, ShapeError
+        An argument is wrong; the message names it, its value and what is allowed.
+    """
+    _finite("sm_scale", sm_scale)
+    if _finite("logit_cap", logit_cap) < 0:
+        raise InvalidArgumentError(f"logit_cap is {logit_cap}; it must be 0 (none) or positive.")
+    if lse_base not in ("e", "2"):
+        raise InvalidArgumentError(f"lse_base is {lse_base!r}; it must be 'e' or '2'.")
+    queries = _join(_parts("q", q))
+    if queries.ndim != 3:
+        raise ShapeError(f"q has shape {queries.shape}; it must be (T, H, {D}).")
+    lists = _integers("indices", indices, ndim=2)
+    num_tokens, topk = len(queries), lists.shape[1]
+    lens = np.full(num_tokens, topk) if topk_lens is None else _lengths("topk_lens", topk_lens)
+    if not len(lists) == lens.size == num_tokens:
+        raise ShapeError(
+            f"q has {num_tokens} rows, indices {len(lists)} and topk_lens {lens.size}; there must be one for each."
+        )
+    if lens.size and lens.max() > topk:
+        raise InvalidArgumentError(f"topk_lens has {lens.max()}; indices has only {topk} entries a row.")
+    parts = [part.reshape(-1, part.shape[-1]) for part in _parts("kv_cache", kv_cache)]
+    result = np.zeros((*queries.shape[:-1], DL))
+    logs = np.full(queries.shape[:-1], -np.inf)
+    for token in range(num_tokens):
+        slots = lists[token, : lens[token]]
+        wrong = np.flatnonzero((slots < -1) | (slots >= len(parts[0])))
+        if wrong.size:
+            raise InvalidArgumentError(
+                f"indices[{token}, {wrong[0]}] is {slots[wrong[0]]}; it must be -1 or a slot, 0 to {len(parts[0]) - 1}."
+            )
+        rows = _join([part[slots[slots >= 0]] for part in parts])
+        own = slice(token, token + 1)
+        result[own], logs[own] = _attend(queries[own], rows, np.ones((1, len(rows)), np.bool_), sm_scale, logit_cap)
+    logs /= math.log(2) if lse_base == "2" else 1.0
+    return _deliver("out", result, out, out_dtype), _deliver("lse", logs, lse, None)
 
 
 def _attend(q: Floats, tokens: Floats, visible: Bools, sm_scale: float, logit_cap: float) -> tuple[Floats, Floats]:

@@ -27,7 +27,7 @@ _STRIDES = (
     *("q_nope_stride_t", "q_nope_stride_h", "q_pe_stride_t", "q_pe_stride_h"),
     *("kv_c_stride_page", "kv_c_stride_token", "k_pe_stride_page", "k_pe_stride_token"),
     *("new_kv_c_stride", "new_k_pe_stride", "block_table_stride"),
-    *("out_stride_t", "out_stride_h", "lse_stride_t", "lse_stride_h", "scores_stride"),
+    *("out_stride_t", "out_stride_h", "lse_stride_t", "lse_stride_h", "max_kv_len"),
 )
 
 PARAMS_DTYPE: Final = np.dtype(
@@ -49,7 +49,8 @@ PARAMS_DTYPE: Final = np.dtype(
     ]
     + [("sm_scale", np.float32), ("logit_cap", np.float32)]
     + [(name, np.uint64) for name in ("work_items", "work_merges", "work_scratch")]
-    + [(name, np.int32) for name in ("work_blocks", "work_row_tiles", "work_start_tiles", "work_least_tiles")],
+    + [(name, np.int32) for name in ("work_blocks", "work_row_tiles", "work_start_tiles", "work_least_tiles")]
+    + [("lse_base_2", np.int32)],
     align=True,
 )
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mlaflash import cost, mask_pack
 from mlaflash.attention import output_views
-from mlaflash.checks import finite, integer
+from mlaflash.checks import choice, finite, integer
 from mlaflash.device import Device, occupancy_blocks
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
@@ -30,7 +30,7 @@ MAX_WORK_BLOCKS: Final = 1024
 """Most blocks of a planned kernel."""
 
 _PLAN_THREADS = 512
-_PLAN_SHARED = 144
+_PLAN_SHARED = 128
 _COMBINE_THREADS = 512
 _COMBINE_SHARED = 16 * (32 * 16 + 4)
 _COMBINE_ROWS = 3  # blocks along y: 132 x 3 x 16 warps are enough for 64 rows of 4 items in as many parts
@@ -51,6 +51,7 @@ class Capacity:
     sm_scale, logit_cap : float
     dtype, out_dtype, id_dtype, mask : str
     block_table, new_kv, split_kv, copy_ids : bool
+    lse_base : str
     """
 
     num_heads: int
@@ -70,6 +71,7 @@ class Capacity:
     new_kv: bool
     split_kv: bool
     copy_ids: bool
+    lse_base: str
 
     @property
     def rows(self) -> int:
@@ -210,6 +212,7 @@ def check_capacity(
     split_kv: bool = False,
     copy_ids: bool = True,
     logit_cap: float = 0.0,
+    lse_base: str = "e",
 ) -> Capacity:
     """Check the parameters of a `VerifyPlan`.
 
@@ -269,6 +272,7 @@ def check_capacity(
         new_kv=bool(new_kv),
         split_kv=bool(split_kv),
         copy_ids=bool(copy_ids),
+        lse_base=choice("lse_base", lse_base, ("e", "2")),
     )
 
 
@@ -322,6 +326,8 @@ class VerifyPlan:
         every `run` and must stay; a graph keeps the address of the one at its capture.
     logit_cap : float
         As in `mla_verify`.
+    lse_base : {"e", "2"}
+        As in `mla_verify`.
     tiles : MmaKernelConfig, optional
         Constants of the kernel; by default chosen by `mlaflash.cost`.
     budget : str, optional
@@ -369,6 +375,7 @@ class VerifyPlan:
         split_kv: bool = False,
         copy_ids: bool = True,
         logit_cap: float = 0.0,
+        lse_base: str = "e",
         tiles: KernelConfig | None = None,
         budget: str | None = None,
         workspace: Any = None,
@@ -392,6 +399,7 @@ class VerifyPlan:
             split_kv=split_kv,
             copy_ids=copy_ids,
             logit_cap=logit_cap,
+            lse_base=lse_base,
         )
         self._start(capacity, self._make_backend(budget), tiles, workspace)
 
@@ -405,8 +413,8 @@ class VerifyPlan:
         self._backend = backend
         with backend.scope():
             self.work = choose_work(capacity, backend.device, tiles)
-            shapes = _shapes(capacity, self.work)
-            self.workspace_bytes = sum(_num_bytes(*piece) for piece in shapes.values())
+            shapes = workspace_shapes(capacity, self.work)
+            self.workspace_bytes = workspace_bytes(capacity, self.work)
             self._memory = backend.memory(self.workspace_bytes, workspace)
             self._pieces: dict[str, Any] = {}
             offset = 0
@@ -424,17 +432,8 @@ class VerifyPlan:
             self._load(new_params())
 
     def _work_fields(self) -> dict[str, Any]:
-        capacity, work = self.capacity, self.work
         names = ("work_items", "work_merges", "work_scratch", "partial_out", "partial_lse")
-        return {name: self._pointers[name] for name in names} | {
-            "num_heads": capacity.num_heads,
-            "mask_mode": MASK_CODES[capacity.mask],
-            "num_splits": 1,
-            "work_blocks": work.blocks,
-            "work_row_tiles": work.row_tiles,
-            "work_start_tiles": work.start_tiles,
-            "work_least_tiles": _LEAST_TILES,
-        }
+        return {name: self._pointers[name] for name in names} | work_fields(self.capacity, self.work)
 
     def _load(self, params: npt.NDArray[np.void]) -> tuple[Launcher, ...]:
         return tuple(self._backend.load(launch, params, None) for launch in run_launches(self.capacity, self.work))
@@ -507,8 +506,9 @@ class VerifyPlan:
             kv_ptrs, ids = self._ids(batch, kv_indptr, kv_indices, block_table)
             if validate:
                 self._validate(lens, indptr, q_len, kv_ptrs, ids)
-            self._take_ids(ids, kv_ptrs is None, stream)
+            # The mask first, which may be refused: then the last update is still in force.
             self._take_mask(mask, qo_indptr, q_len, batch, tail_lens, stream)
+            self._take_ids(ids, kv_ptrs is None, stream)
             fields: dict[str, Any] = {
                 "kv_lens": lens.ptr,
                 "qo_indptr": 0 if indptr is None else indptr.ptr,
@@ -548,8 +548,12 @@ class VerifyPlan:
             raise ShapeError(
                 f"block_table is {table.dtype} {table.shape}; it must be {capacity.id_dtype} with {batch} rows."
             )
-        if table.shape[1] > 1 and table.strides[1] != 1:
-            raise ShapeError(f"block_table has strides {table.strides}; its last axis must be contiguous. Copy it.")
+        least = table.shape[1] if capacity.copy_ids else 0  # rows that overlap cannot be copied as a table
+        if (table.shape[1] > 1 and table.strides[1] != 1) or (batch > 1 and table.strides[0] < least):
+            raise ShapeError(
+                f"block_table has strides {table.strides} over shape {table.shape}; its last axis must be contiguous, "
+                f"and its rows at least {least} apart. Copy it."
+            )
         return None, table
 
     def _table_stride(self, ids: ArrayView) -> int:
@@ -713,6 +717,7 @@ class VerifyPlan:
             mask=mask,
             new_kv=new_kv,
             logit_cap=capacity.logit_cap,
+            lse_base=capacity.lse_base,
             out_dtype=capacity.out_dtype,
             max_q_len=capacity.max_q_len,
         )
@@ -791,8 +796,33 @@ def run_launches(capacity: Capacity, work: Work) -> tuple[Launch, Launch]:
     )
 
 
-def _shapes(capacity: Capacity, work: Work) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and element type of each array of a plan's memory."""
+def work_fields(capacity: Capacity, work: Work) -> dict[str, int]:
+    """Return what a plan fixes of the kernels' argument, addresses apart.
+
+    Parameters
+    ----------
+    capacity : Capacity
+    work : Work
+    """
+    return {
+        "num_heads": capacity.num_heads,
+        "mask_mode": MASK_CODES[capacity.mask],
+        "num_splits": 1,
+        "work_blocks": work.blocks,
+        "work_row_tiles": work.row_tiles,
+        "work_start_tiles": work.start_tiles,
+        "work_least_tiles": _LEAST_TILES,
+    }
+
+
+def workspace_shapes(capacity: Capacity, work: Work) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and element type of each array of a plan's memory.
+
+    Parameters
+    ----------
+    capacity : Capacity
+    work : Work
+    """
     spans = work.row_tiles * capacity.max_batch
     rows = 2 * work.blocks * work.config.rows
     ids = (capacity.max_batch, capacity.table_width) if capacity.block_table else (capacity.max_ids,)
@@ -806,6 +836,17 @@ def _shapes(capacity: Capacity, work: Work) -> dict[str, tuple[tuple[int, ...], 
         "partial_lse": ((rows,), "float32"),
         "stand_ins": ((capacity.max_batch + 1,), "int32"),
     }
+
+
+def workspace_bytes(capacity: Capacity, work: Work) -> int:
+    """Return the size of a plan's memory.
+
+    Parameters
+    ----------
+    capacity : Capacity
+    work : Work
+    """
+    return sum(_num_bytes(*piece) for piece in workspace_shapes(capacity, work).values())
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:

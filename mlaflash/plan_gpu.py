@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from mlaflash.schedule import Launch
 from mlaflash.streams import as_stream, memory_for
 
 _ALIGNMENT = 256
+_HERE = nullcontext()
 
 
 class GpuBackend:
@@ -34,6 +35,9 @@ class GpuBackend:
 
     def __init__(self, budget: str | None) -> None:
         self._ordinal = current_ordinal()
+        from cupy.cuda import runtime
+
+        self._current_device = runtime.getDevice  # asked by every run
         self._device = Device.current(self._ordinal)
         self.device = self._device if budget is None else apply_budget(self._device, budget)
 
@@ -47,7 +51,7 @@ class GpuBackend:
         if found is not None:
             return found
         view = self.view("array", array)
-        return view.ptr, (view.shape, view.strides, view.dtype)
+        return view.ptr, (view.shape, view.strides, view.dtype, view.ptr % 16, view.read_only)
 
     def memory(self, num_bytes: int, workspace: Any) -> Any:
         """Allocate bytes, or check those that the caller gives."""
@@ -82,7 +86,7 @@ class GpuBackend:
 
     def scope(self) -> AbstractContextManager[Any]:
         """Make the device the current one."""
-        return on_device(self._ordinal)
+        return _HERE if self._current_device() == self._ordinal else on_device(self._ordinal)
 
     def stream(self, stream: Any, array: Any) -> Any:
         """Find the stream of work on the caller's array."""

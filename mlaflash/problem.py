@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mlaflash.checks import finite, integer
+from mlaflash.checks import choice, finite, integer
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
 from mlaflash.masks import TreeMask
@@ -18,6 +18,7 @@ from mlaflash.params import DL, DR, DTYPE_CODES, MASK_CODES, D
 View = Callable[[str, Any], ArrayView]
 
 _IDS = ("int32", "int64")
+_MAX_LISTS = 65_535  # blocks along the last axes of a grid
 _LEAST_CAP = float(np.finfo(np.float32).tiny)
 
 
@@ -75,7 +76,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A checked verify call.
+    """A checked verify call, or a sparse one: then every query token is a request, and its page ids are slots.
 
     Attributes
     ----------
@@ -91,12 +92,16 @@ class Problem:
         `max_kv_len` bounds every request's length without reading the device.
     page_strides, page_rope_strides : tuple of int
         Elements from page to page and from token to token, of the latent and of the rope columns.
+    kv_lens : ArrayView or None
+        None in a sparse call alone: every list has `max_kv_len` entries.
+    is_sparse : bool
+        Whether ids may be -1, for none.
     """
 
     q: Rows
     kv: Rows
     new_kv: Rows | None
-    kv_lens: ArrayView
+    kv_lens: ArrayView | None
     kv_indptr: ArrayView | None
     page_ids: ArrayView | None
     block_table: bool
@@ -117,6 +122,8 @@ class Problem:
     sm_scale: float
     logit_cap: float
     out_dtype: str
+    lse_base: str
+    is_sparse: bool = False
 
     @property
     def dtype(self) -> str:
@@ -172,6 +179,7 @@ class Problem:
         new_kv: Any = None,
         logit_cap: float = 0.0,
         out_dtype: Any = None,
+        lse_base: Any = "e",
         max_q_len: int | None = None,
         max_kv_len: int | None = None,
     ) -> Problem:
@@ -197,19 +205,11 @@ class Problem:
         UnsupportedError
             Widths other than 512 + 64, or element types that no kernel takes.
         """
-        q_rows = _rows(view, "q", q, (3, 4), "(T, H, 576) or (B, S, H, 576)")
-        _check_dtype("q", q_rows)
-        kv_rows = _rows(view, "kv_cache", kv_cache, (2, 3, 4), "(slots, 576) or (pages, page_size, 576)")
-        if kv_rows.dtype != q_rows.dtype:
-            raise ShapeError(
-                f"kv_cache is {kv_rows.dtype} and q is {q_rows.dtype}; both must have the same element type. Cast one."
-            )
+        q_rows, kv_rows = _q_and_kv(view, q, (3, 4), "(T, H, 576) or (B, S, H, 576)", kv_cache)
         lens = vector(view, "kv_lens", kv_lens, ("int32",))
         batch = lens.shape[0]
         num_tokens = math.prod(q_rows.shape[:-1])
         num_heads = q_rows.shape[-1]
-        if num_heads < 1:
-            raise ShapeError("q has 0 heads; at least 1 is needed.")
 
         if max_q_len is not None:
             max_q_len = integer("max_q_len", max_q_len, 0)
@@ -273,6 +273,77 @@ class Problem:
             sm_scale=finite("sm_scale", sm_scale),
             logit_cap=soft_cap(logit_cap),
             out_dtype=_out_dtype(out_dtype, q_rows.dtype),
+            lse_base=choice("lse_base", lse_base, ("e", "2")),
+        )
+
+    @classmethod
+    def from_lists(
+        cls,
+        view: View,
+        q: Any,
+        kv_cache: Any,
+        *,
+        indices: Any,
+        sm_scale: float,
+        topk_lens: Any = None,
+        logit_cap: float = 0.0,
+        out_dtype: Any = None,
+        lse_base: Any = "e",
+    ) -> Problem:
+        """Check the arguments of a sparse call; nothing on a device is read.
+
+        Parameters
+        ----------
+        view : callable
+            As in `from_arrays`.
+        q, kv_cache, ...
+            As in `mlaflash.mla_sparse`.
+
+        Returns
+        -------
+        Problem
+
+        Raises
+        ------
+        ShapeError, InvalidArgumentError, UnsupportedError
+            As in `from_arrays`.
+        """
+        q_rows, kv_rows = _q_and_kv(view, q, (3,), "(T, H, 576)", kv_cache)
+        num_tokens, num_heads = q_rows.shape
+        if num_tokens > _MAX_LISTS:
+            raise UnsupportedError(
+                f"q holds {num_tokens} query tokens; a sparse call takes at most {_MAX_LISTS}. Split it."
+            )
+        lists = _table(view, "indices", indices, num_tokens, "topk", "query token of q")
+        num_slots, stride, rope_stride = _slots(kv_rows)
+        lens = None if topk_lens is None else vector(view, "topk_lens", topk_lens, ("int32",), num_tokens)
+        return cls(
+            q=q_rows,
+            kv=kv_rows,
+            new_kv=None,
+            kv_lens=lens,
+            kv_indptr=None,
+            page_ids=lists,
+            block_table=True,
+            qo_indptr=None,
+            tail_lens=None,
+            mask_mode="none",
+            mask_words=None,
+            mask_columns=0,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            batch=num_tokens,
+            max_q_len=1,
+            num_pages=num_slots,
+            page_size=1,
+            max_kv_len=lists.shape[1],
+            page_strides=(stride, stride),
+            page_rope_strides=(rope_stride, rope_stride),
+            sm_scale=finite("sm_scale", sm_scale),
+            logit_cap=soft_cap(logit_cap),
+            out_dtype=_out_dtype(out_dtype, q_rows.dtype),
+            lse_base=choice("lse_base", lse_base, ("e", "2")),
+            is_sparse=True,
         )
 
     def validate(self) -> None:
@@ -283,7 +354,23 @@ class Problem:
         InvalidArgumentError
             Naming the argument, the first bad request or entry, and what is allowed.
         """
-        _validate(self)
+        if self.is_sparse:
+            _validate_lists(self)
+        else:
+            _validate(self)
+
+
+def _q_and_kv(view: View, q: Any, q_ranks: tuple[int, ...], q_shapes: str, kv_cache: Any) -> tuple[Rows, Rows]:
+    q_rows = _rows(view, "q", q, q_ranks, q_shapes)
+    _check_dtype("q", q_rows)
+    kv_rows = _rows(view, "kv_cache", kv_cache, (2, 3, 4), "(slots, 576) or (pages, page_size, 576)")
+    if kv_rows.dtype != q_rows.dtype:
+        raise ShapeError(
+            f"kv_cache is {kv_rows.dtype} and q is {q_rows.dtype}; both must have the same element type. Cast one."
+        )
+    if q_rows.shape[-1] < 1:
+        raise ShapeError("q has 0 heads; at least 1 is needed.")
+    return q_rows, kv_rows
 
 
 def _rows(view: View, name: str, array: Any, ranks: tuple[int, ...], shapes: str) -> Rows:
@@ -434,6 +521,31 @@ def _pages(kv: Rows, page_size: int | None) -> tuple[int, int, tuple[int, int], 
     return kv.shape[0], kv.shape[1], steps[0], steps[1]
 
 
+def _slots(kv: Rows) -> tuple[int, int, int]:
+    """Return the slots of a cache, and the elements from one to the next, of the latent and of the rope columns."""
+    pages, size, *strides = _pages(kv, None)
+    steps = []
+    for array, (over_pages, over_tokens) in zip((kv.latent, kv.rope), strides, strict=True):
+        if pages > 1 and size > 1 and over_pages != size * over_tokens:
+            raise ShapeError(
+                f"{array.name} has strides {array.strides} (in elements) over shape {array.shape}; a slot id counts "
+                "the tokens of all pages, which must be one run in memory. Copy it."
+            )
+        steps.append(over_tokens if size > 1 else over_pages)
+    return pages * size, steps[0], steps[1]
+
+
+def _table(view: View, name: str, array: Any, rows: int, columns: str, row_for: str) -> ArrayView:
+    table = view(name, array)
+    if table.ndim != 2 or table.shape[0] != rows:
+        raise ShapeError(f"{name} has shape {table.shape}; it must be ({rows}, {columns}): one row for each {row_for}.")
+    if table.dtype not in _IDS:
+        raise ShapeError(f"{name} is {table.dtype}; allowed: {' or '.join(_IDS)}. Cast it.")
+    if table.shape[0] and table.shape[1] > 1 and table.strides[1] != 1:
+        raise ShapeError(f"the rows of {name} are not contiguous; copy it.")
+    return table
+
+
 def _addressing(
     view: View,
     kv_indptr: Any,
@@ -449,16 +561,7 @@ def _addressing(
             raise InvalidArgumentError(
                 "block_table and kv_indptr/kv_indices are both given; allowed is one of the two ways to name pages."
             )
-        table = view("block_table", block_table)
-        if table.ndim != 2 or table.shape[0] != batch:
-            raise ShapeError(
-                f"block_table has shape {table.shape}; it must be ({batch}, max_pages): one row for each request of "
-                "kv_lens."
-            )
-        if table.dtype not in _IDS:
-            raise ShapeError(f"block_table is {table.dtype}; allowed: {' or '.join(_IDS)}. Cast it.")
-        if table.shape[0] and table.shape[1] > 1 and table.strides[1] != 1:
-            raise ShapeError("block_table's rows are not contiguous; copy it.")
+        table = _table(view, "block_table", block_table, batch, "max_pages", "request of kv_lens")
         return None, table, True, table.shape[1] * page_size
     if (kv_indptr is None) != (kv_indices is None):
         given, missing = ("kv_indptr", "kv_indices") if kv_indices is None else ("kv_indices", "kv_indptr")
@@ -551,8 +654,34 @@ def _first(bad: np.ndarray[Any, Any]) -> int:
     return int(np.flatnonzero(bad)[0])
 
 
+def _host_lens(problem: Problem) -> np.ndarray[Any, Any]:
+    if problem.kv_lens is None:
+        return np.full(problem.batch, problem.max_kv_len, np.int64)
+    return to_host(problem.kv_lens).astype(np.int64)
+
+
+def _validate_lists(problem: Problem) -> None:
+    lens, topk = _host_lens(problem), problem.max_kv_len
+    bad = (lens < 0) | (lens > topk)
+    if bad.any():
+        token = _first(bad)
+        raise InvalidArgumentError(
+            f"topk_lens[{token}] is {lens[token]}; allowed is 0 .. {topk}, the entries of a row of indices."
+        )
+    if problem.page_ids is None:
+        return
+    ids = to_host(problem.page_ids)
+    wrong = ((ids < -1) | (ids >= problem.num_pages)) & (np.arange(topk) < lens[:, None])
+    if wrong.any():
+        token, entry = np.argwhere(wrong)[0]
+        raise InvalidArgumentError(
+            f"indices[{token}, {entry}] is {ids[token, entry]}; kv_cache holds slots 0 .. {problem.num_pages - 1}, and "
+            "-1 is none."
+        )
+
+
 def _validate(problem: Problem) -> None:
-    kv_lens = to_host(problem.kv_lens).astype(np.int64)
+    kv_lens = _host_lens(problem)
     if problem.qo_indptr is None:
         q_lens = np.full(problem.batch, problem.max_q_len, np.int64)
     else:

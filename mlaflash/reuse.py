@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ _POINTERS: Final = {
     "kv_indptr": "kv_indptr",
     "kv_indices": "page_ids",
     "block_table": "page_ids",
+    "indices": "page_ids",
+    "topk_lens": "kv_lens",
     "qo_indptr": "qo_indptr",
     "tail_lens": "tail_lens",
     "words": "mask_words",
@@ -37,20 +39,15 @@ _ROW_POINTERS: Final = {
 }
 
 
-def word_of(pointer: str) -> int:
-    """Return the place of a pointer among the 64-bit words of the kernels' argument.
+_POINTER_WORDS: Final = {
+    name: offset // 8 for name, (dtype, offset, *_) in (PARAMS_DTYPE.fields or {}).items() if dtype == np.uint64
+}
+"""Place of each pointer among the 64-bit words of the kernels' argument."""
 
-    Parameters
-    ----------
-    pointer : str
-        A field of `mlaflash.params.PARAMS_DTYPE`.
-    """
-    fields: Mapping[str, Any] = PARAMS_DTYPE.fields or {}
-    return int(fields[pointer][1]) // 8
-
-
-_WORDS: Final = {name: word_of(pointer) for name, pointer in _POINTERS.items()}
-_ROW_WORDS: Final = {name: (word_of(latent), word_of(rope)) for name, (latent, rope) in _ROW_POINTERS.items()}
+_WORDS: Final = {name: _POINTER_WORDS[pointer] for name, pointer in _POINTERS.items()}
+_ROW_WORDS: Final = {
+    name: (_POINTER_WORDS[latent], _POINTER_WORDS[rope]) for name, (latent, rope) in _ROW_POINTERS.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class Reusable:
         Memory between the kernels, new in every call.
     params : numpy.ndarray
         The kernels' argument, of this thread's calls alone.
-    words : numpy.ndarray
+    words : memoryview
         The same memory as 64-bit words.
     launches : tuple
         With `params` as their argument.
@@ -81,7 +78,7 @@ class Reusable:
     rope_offset: int
     workspaces: tuple[Workspace, ...]
     params: npt.NDArray[np.void]
-    words: npt.NDArray[np.uint64]
+    words: memoryview[int]
     launches: tuple[Any, ...]
 
     @classmethod
@@ -108,28 +105,32 @@ class Reusable:
         launches : tuple
         """
         rope_offset = DL * numpy_dtype(dtype).itemsize
-        return cls(ordinal, out_shape, out_dtype, rope_offset, workspaces, params, params.view(np.uint64), launches)
+        words = memoryview(params.view(np.uint64).data)
+        return cls(ordinal, out_shape, out_dtype, rope_offset, workspaces, params, words, launches)
 
-    def point(self, addresses: Mapping[str, tuple[int, ...]], pointers: Mapping[str, int]) -> None:
+    def point(self, addresses: Mapping[str, Any], pointers: Mapping[str, int]) -> None:
         """Set the addresses of the next launch.
 
         Parameters
         ----------
-        addresses : mapping of str to tuple of int
-            Of the arrays by the name of the argument; two for a pair.
+        addresses : mapping of str to int or pair of int
+            Of the arrays by the name of the argument.
         pointers : mapping of str to int
             Of workspaces, by their pointer.
         """
         words = self.words
-        for name, found in addresses.items():
-            if name in _ROW_WORDS:
-                latent, rope = _ROW_WORDS[name]
-                words[latent] = found[0]
-                words[rope] = found[1] if len(found) > 1 else found[0] + self.rope_offset
+        for name, address in addresses.items():
+            word = _WORDS.get(name)
+            if word is not None:
+                words[word] = address
+                continue
+            latent, rope = _ROW_WORDS[name]
+            if isinstance(address, int):
+                words[latent], words[rope] = address, address + self.rope_offset
             else:
-                words[_WORDS[name]] = found[0]
+                words[latent], words[rope] = address
         for name, pointer in pointers.items():
-            words[word_of(name)] = pointer
+            words[_POINTER_WORDS[name]] = pointer
 
 
 class Signature:
@@ -146,7 +147,7 @@ class Signature:
 
     Attributes
     ----------
-    addresses : dict of str to tuple of int
+    addresses : dict of str to int or pair of int
     key : tuple or None
         None where an array is of a library that takes longer to ask.
     """
@@ -159,27 +160,28 @@ class Signature:
         options: tuple[Hashable, ...],
         locate: Callable[[Any], tuple[int, Hashable] | None] = fingerprint,
     ) -> None:
-        self.addresses: dict[str, tuple[int, ...]] = {}
+        addresses: dict[str, int | tuple[int, int]] = {}
+        self.addresses = addresses
         self.key: tuple[Hashable, ...] | None = None
         key: list[Hashable] = [options]
         for name, array in arrays.items():
             if array is None:
-                continue
-            found = [locate(piece) for piece in _pieces(array)]
-            if any(one is None for one in found):
-                return
-            self.addresses[name] = addresses = tuple(one[0] for one in found)  # type: ignore[index]
-            # Rope columns right behind the latent ones are another kernel's than those that lie elsewhere.
-            gap = addresses[1] - addresses[0] if len(addresses) == 2 else 0
-            key.append((name, gap, *(one[1] for one in found)))  # type: ignore[index]
+                key.append(None)
+            elif isinstance(array, tuple | list):
+                found = [locate(piece) for piece in array]
+                if len(found) != 2 or found[0] is None or found[1] is None:
+                    return
+                latent, rope = found[0][0], found[1][0]
+                addresses[name] = latent, rope
+                # Rope columns right behind the latent ones are another kernel's than those that lie elsewhere.
+                key.append((rope - latent, found[0][1], found[1][1]))
+            else:
+                one = locate(array)
+                if one is None:
+                    return
+                addresses[name] = one[0]
+                key.append(one[1])
         self.key = tuple(key)
-
-
-def _pieces(array: Any) -> Iterator[Any]:
-    if isinstance(array, tuple | list):
-        yield from array
-    else:
-        yield array
 
 
 class _Memory(threading.local):

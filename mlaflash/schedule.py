@@ -8,13 +8,24 @@ from typing import Any
 import numpy as np
 
 from mlaflash import combine, cost
-from mlaflash.device import Device
+from mlaflash.device import Device, occupancy_blocks
 from mlaflash.errors import InvalidArgumentError, UnsupportedError
 from mlaflash.interop import ArrayView
-from mlaflash.mma_tiles import MAX_TAIL_LEN, NARROW, ROWS_32, ROWS_64, ROWS_64_ROLES, MmaConfig, feature_defines
+from mlaflash.mma_tiles import (
+    MAX_TAIL_LEN,
+    NARROW,
+    NARROW_PAIR,
+    ROWS_32,
+    ROWS_64,
+    ROWS_64_ROLES,
+    MmaKernelConfig,
+    MmaNarrowConfig,
+    MmaRolesConfig,
+    feature_defines,
+)
 from mlaflash.params import MASK_CODES, new_params, page_divisor
 from mlaflash.problem import Problem
-from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines
+from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines, list_defines
 
 MMA_KERNELS = ("mma_narrow", "mma_wide", "mma_roles")
 KERNELS = ("naive", "tile", *MMA_KERNELS)
@@ -22,9 +33,15 @@ KERNELS = ("naive", "tile", *MMA_KERNELS)
 NAIVE_SCORES_LIMIT = 1 << 30
 """Largest workspace of `naive` in bytes: it keeps a float32 score for each row and KV token."""
 
+CHUNK_TOKENS = 256
+"""KV tokens of a chunk of a deterministic call: enough blocks for one short request, and partial results that are read
+and written at a ninth of the bytes of the KV for each row tile of 16."""
+
 _TOKENS_PER_SPLIT = 64
 _WAVES = 2
+_NARROW_BLOCKS = 2  # of NARROW_PAIR that the registers of an SM hold
 _MAX_STRIDE = 2**31 - 1
+_MAX_BATCH = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +116,7 @@ def plan(
     *,
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
+    deterministic: bool = False,
 ) -> Schedule:
     """Choose the launches for a problem.
 
@@ -111,6 +129,9 @@ def plan(
         One of `KERNELS`; None chooses: a tensor-core kernel where the problem allows one, else `tile`.
     tiles : KernelConfig or None
         Constants of the kernel; None takes the defaults.
+    deterministic : bool
+        Whether the bits of a row may depend on its own q and tokens alone: one kernel with the same constants for
+        whatever rows, chunks of `CHUNK_TOKENS`, and a merge in a fixed order.
 
     Returns
     -------
@@ -119,19 +140,21 @@ def plan(
     Raises
     ------
     UnsupportedError
-        There is no such kernel, or the problem is too large for `naive`.
+        There is no such kernel, the problem is too large for `naive`, or no kernel does it deterministically.
     InvalidArgumentError
-        `tiles` belong to another kernel.
+        `tiles` belong to another kernel, or are not those of a deterministic call.
     TileError
         The configuration does not fit the device.
     """
+    if deterministic:
+        return _plan_deterministic(problem, device, kernel, tiles)
     config = _choose(kernel, tiles, problem, device)
     check_shared(config, device, problem.dtype)
     if isinstance(config, NaiveConfig):
         return _plan_naive(problem, config)
     if isinstance(config, TileConfig):
         return _plan_tile(problem, config, device)
-    if isinstance(config, MmaConfig):
+    if isinstance(config, MmaKernelConfig):
         return _plan_mma(problem, config, device)
     raise UnsupportedError(f"kernel {config.kernel!r} is not one of {', '.join(KERNELS)}.")
 
@@ -155,13 +178,22 @@ def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, de
     if name == "mma_roles":
         return ROWS_64_ROLES
     if name is None and mma_refusal(problem) is None:
-        choice = _mma_choice(problem, device)
+        choice = mma_choice(problem, device)
         return replace(choice.config, nsplit=choice.num_splits)
     large = TileConfig(tk=32)
     return large if large.shared_bytes(problem.dtype) <= device.shared_per_block else TileConfig()
 
 
-def _mma_choice(problem: Problem, device: Device, row_tile: int | None = None) -> cost.Choice:
+def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) -> cost.Choice:
+    """Choose constants and splits of a tensor-core kernel; see `mlaflash.cost.choose`.
+
+    Parameters
+    ----------
+    problem : Problem
+    device : Device
+    row_tile : int, optional
+        Packed rows of a block, where they are given.
+    """
     rows = max(1, problem.max_q_len * problem.num_heads)
     partial_bytes = 4 if problem.out_dtype == "float32" else 2
     return cost.choose(
@@ -171,6 +203,7 @@ def _mma_choice(problem: Problem, device: Device, row_tile: int | None = None) -
         device,
         partial_bytes=partial_bytes,
         row_tile=row_tile,
+        is_sparse=problem.is_sparse,
     )
 
 
@@ -183,7 +216,7 @@ def _plan_naive(problem: Problem, config: NaiveConfig) -> Schedule:
         )
     launch = Launch(
         "naive",
-        dtype_defines(problem.dtype, problem.out_dtype, "float32"),
+        dtype_defines(problem.dtype, problem.out_dtype, "float32") | list_defines(problem.is_sparse),
         (problem.rows, 1, 1),
         config.threads,
         config.shared_bytes(problem.dtype),
@@ -198,7 +231,7 @@ def _plan_tile(problem: Problem, config: TileConfig, device: Device) -> Schedule
     types = dtype_defines(problem.dtype, problem.out_dtype, "float32")
     launch = Launch(
         "tile",
-        types | config.defines(),
+        types | config.defines() | list_defines(problem.is_sparse),
         (blocks, splits, 1),
         config.threads,
         config.shared_bytes(problem.dtype),
@@ -213,10 +246,12 @@ def mma_refusal(problem: Problem) -> str | None:
     ----------
     problem : Problem
     """
-    if problem.batch == 0:
+    if problem.batch == 0 and not problem.is_empty:
         return "kv_lens is empty, and every query token padding"
     if problem.dtype == "float32":
         return "q is float32; the tensor cores take bfloat16 and float16"
+    if problem.batch > _MAX_BATCH:
+        return f"the batch has {problem.batch} requests, and a grid at most {_MAX_BATCH} along z"
     if not problem.is_aligned:
         return "a row of q, kv_cache or new_kv does not start on 16 bytes, which asynchronous copies need"
     if problem.mask_columns > MAX_TAIL_LEN:
@@ -229,16 +264,22 @@ def mma_refusal(problem: Problem) -> str | None:
     return None
 
 
-def _plan_mma(problem: Problem, config: MmaConfig, device: Device) -> Schedule:
+def _plan_mma(problem: Problem, config: MmaKernelConfig, device: Device) -> Schedule:
     refusal = mma_refusal(problem)
     if refusal is not None:
         raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}. Use the kernel tile.")
+    if problem.is_sparse and isinstance(config, MmaRolesConfig):
+        raise UnsupportedError(
+            f"kernel {config.kernel!r} does not take lists of slots; mma_narrow and mma_wide do. Leave kernel and "
+            "tiles out to have them chosen."
+        )
     # One at least: the last request's blocks also write the padding behind it.
     row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))
-    splits = config.nsplit or _mma_choice(problem, device, config.rows).num_splits
+    splits = config.nsplit or mma_choice(problem, device, config.rows).num_splits
     # Halved traffic between the kernels, for 1.16 times the error of a 16-bit result at 132 splits of 128 k tokens.
     partial_dtype = problem.out_dtype
     features = feature_defines(problem.logit_cap, problem.new_kv is not None, problem.is_split_kv)
+    features |= list_defines(problem.is_sparse)
     launch = Launch(
         config.kernel,
         dtype_defines(problem.dtype, problem.out_dtype, partial_dtype) | config.defines() | features,
@@ -247,6 +288,78 @@ def _plan_mma(problem: Problem, config: MmaConfig, device: Device) -> Schedule:
         config.shared_bytes(problem.dtype),
     )
     return with_combine(problem, config, launch, splits, partial_dtype)
+
+
+def deterministic_config(dtype: str) -> TileConfig | MmaNarrowConfig:
+    """Return the kernel and the constants of every deterministic call of an element type.
+
+    Parameters
+    ----------
+    dtype : str
+        Of q and the KV.
+    """
+    return TileConfig(tk=32) if dtype == "float32" else NARROW_PAIR
+
+
+def _plan_deterministic(problem: Problem, device: Device, kernel: str | None, tiles: KernelConfig | None) -> Schedule:
+    config = deterministic_config(problem.dtype)
+    if kernel not in (None, "auto", config.kernel) or tiles not in (None, config):
+        raise InvalidArgumentError(
+            f"kernel is {kernel!r}, tiles {tiles!r} and deterministic is set; {problem.dtype} rows then come from "
+            f"{config.kernel} with {config} alone, so that they are the same in every call. Leave kernel and tiles out."
+        )
+    if problem.batch == 0:
+        return plan(problem, device)  # nothing but padding, which every kernel makes the same of
+    refusal = mma_refusal(problem) if config.kernel in MMA_KERNELS else None
+    if refusal is not None:
+        raise UnsupportedError(
+            f"deterministic is set, and {config.kernel}, which computes {problem.dtype} then, does not take this "
+            f"problem: {refusal}. Change that, or leave deterministic out."
+        )
+    chunks = max(1, -(-problem.max_kv_len // CHUNK_TOKENS))
+    if chunks > combine.MAX_CHUNKS:
+        raise UnsupportedError(
+            f"max_kv_len is {problem.max_kv_len} and deterministic is set; allowed are {combine.MAX_CHUNKS} chunks of "
+            f"{CHUNK_TOKENS} tokens, {combine.MAX_CHUNKS * CHUNK_TOKENS}. Give max_kv_len where the page table holds "
+            "more than a request has."
+        )
+    check_shared(config, device, problem.dtype)
+    # Two at least, so that a row of one chunk goes through the merge, as it does in a call with longer ones.
+    splits = max(2, chunks)
+    if isinstance(config, MmaNarrowConfig):
+        partial_dtype = problem.out_dtype
+        features = feature_defines(problem.logit_cap, problem.new_kv is not None, problem.is_split_kv)
+        row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))
+        grid = (row_tiles, _chunk_runs(row_tiles * problem.batch, chunks, config, device), problem.batch)
+    else:
+        partial_dtype, features = "float32", {}
+        grid = (problem.num_tokens * -(-problem.num_heads // config.ht), splits, 1)
+    types = dtype_defines(problem.dtype, problem.out_dtype, partial_dtype) | {"DETERMINISTIC": CHUNK_TOKENS}
+    warps = combine.chunk_warps(chunks, problem.rows)
+    launch = Launch(
+        config.kernel, types | config.defines() | features, grid, config.threads, config.shared_bytes(problem.dtype)
+    )
+    merge = Launch(
+        "combine",
+        types | {"SPLIT_WARPS": warps},
+        (problem.rows, warps, 1),
+        combine.block(1),
+        combine.chunk_shared_bytes(),
+        is_dependent=True,
+    )
+    return Schedule(config, splits, (launch, merge), _partials(problem, splits, partial_dtype))
+
+
+def _chunk_runs(blocks: int, chunks: int, config: MmaNarrowConfig, device: Device) -> int:
+    """Say into how many runs the chunks of each row tile go, one for a block: no bit depends on it."""
+    slots = device.num_sms * min(_NARROW_BLOCKS, occupancy_blocks(config.shared_bytes(), device))
+
+    def time(runs: int) -> float:
+        """In chunks: a block's start is a third of one."""
+        return -(-blocks * runs // slots) * (1 / 3 + -(-chunks // runs))
+
+    wanted = {chunks} | {min(chunks, max(1, waves * slots // blocks)) for waves in (1, 2, 3, 4)}
+    return min(wanted, key=lambda runs: (time(runs), runs))
 
 
 def default_splits(blocks: int, max_kv_len: int, device: Device) -> int:
@@ -289,11 +402,14 @@ def with_combine(problem: Problem, config: KernelConfig, launch: Launch, splits:
         combine.shared_bytes(splits, problem.rows),
         is_dependent=True,
     )
-    workspaces = (
-        Workspace("partial_out", (splits, problem.rows, 512), partial_dtype),
+    return Schedule(config, splits, (launch, merge), _partials(problem, splits, partial_dtype))
+
+
+def _partials(problem: Problem, splits: int, dtype: str) -> tuple[Workspace, ...]:
+    return (
+        Workspace("partial_out", (splits, problem.rows, 512), dtype),
         Workspace("partial_lse", (splits, problem.rows), "float32"),
     )
-    return Schedule(config, splits, (launch, merge), workspaces)
 
 
 def build_params(
@@ -325,7 +441,6 @@ def build_params(
         "q_pe": q.rope_ptr,
         "kv_c": kv.latent_ptr,
         "k_pe": kv.rope_ptr,
-        "kv_lens": problem.kv_lens.ptr,
         "out": out.ptr,
         "lse": lse.ptr,
         "q_nope_stride_t": q.latent.strides[-3],
@@ -340,7 +455,7 @@ def build_params(
         "out_stride_h": out.strides[-2],
         "lse_stride_t": lse.strides[-2],
         "lse_stride_h": lse.strides[-1],
-        "scores_stride": problem.max_kv_len,
+        "max_kv_len": problem.max_kv_len,
         "num_tokens": problem.num_tokens,
         "num_heads": problem.num_heads,
         "batch": problem.batch,
@@ -353,9 +468,11 @@ def build_params(
         "vectorized": problem.is_aligned,
         "sm_scale": problem.sm_scale,
         "logit_cap": problem.logit_cap,
+        "lse_base_2": problem.lse_base == "2",
     }
     for name, view in (
         ("qo_indptr", problem.qo_indptr),
+        ("kv_lens", problem.kv_lens),
         ("kv_indptr", problem.kv_indptr),
         ("tail_lens", problem.tail_lens),
     ):

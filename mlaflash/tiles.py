@@ -170,6 +170,16 @@ def dtype_defines(q_dtype: str, out_dtype: str, partial_dtype: str) -> dict[str,
     }
 
 
+def list_defines(is_sparse: bool) -> dict[str, int]:
+    """Return the constant of kernels whose query tokens list their own slots, and nothing for the others.
+
+    Parameters
+    ----------
+    is_sparse : bool
+    """
+    return {"SPARSE_IDS": 1} if is_sparse else {}
+
+
 def check_shared(config: KernelConfig, device: Device, kv_dtype: str) -> None:
     """Refuse a configuration whose block asks for more shared memory than the device gives one.
 

@@ -103,6 +103,7 @@ def test_the_group_has_the_documented_commands() -> None:
         "",
         "check",
         "sweep",
+        "plan",
         "compile",
         "info",
         "cache",
@@ -378,13 +379,16 @@ def test_rows_of_compile_tell_the_forms_apart() -> None:
     assert ("mask", "format=retrieve") in rows
     assert ("tile", "ht=8 tk=32 bfloat16 out_dtype=float32") in rows
     assert ("mma_narrow", "kv_groups=2 stages=2 exchange_buffers=2 soft_cap split_kv float16") in rows
+    assert ("mma_narrow", "kv_groups=2 stages=2 exchange_buffers=2 soft_cap sparse_ids float16") in rows
+    assert ("tile", "ht=8 tk=32 sparse_ids float32") in rows
 
 
 def test_the_shipped_tensor_core_kernels_keep_their_registers() -> None:
     found, _ = variants("sm_120", ["bfloat16"], ["mma_narrow", "mma_wide", "mma_roles"], out_dtypes=["bfloat16"])
-    plain = [v for v in found if not v.config["soft_cap"] + v.config["new_kv"] + v.config["split_kv"]]
+    dense = [v for v in found if not v.config.get("sparse_ids")]
+    plain = [v for v in dense if not v.config["soft_cap"] + v.config["new_kv"] + v.config["split_kv"]]
     full = [v for v in found if v.config["soft_cap"] * v.config["new_kv"] * v.config["split_kv"]]
-    assert len(plain) == len(full) == 4
+    assert len(plain) == len(full) == 5  # the deterministic one among them
     assert all(result.passed and not result.spills for result in compile_all([*plain, *full]))
 
 
@@ -451,15 +455,45 @@ def test_every_form_that_a_call_asks_for_is_compiled(arch: str) -> None:
             if layout == "apart":
                 arguments["kv_cache"] = tuple(np.ascontiguousarray(part) for part in arguments["kv_cache"])
             problem = Problem.from_arrays(numpy_view, out_dtype=out_dtype, **arguments)
-            for kernel in (None, *KERNELS):
-                if kernel in MMA_KERNELS and dtype == "float32":
-                    continue
-                for launch in plan(problem, device, kernel=kernel).launches:
-                    form = (launch.kernel, *sorted(launch.defines.items()))
-                    seen.add(form)
-                    assert form in compiled
-                    assert form in default or out_dtype not in (dtype, "float32")
+            plans = [plan(problem, device)]
+            plans += [plan(problem, device, kernel=k) for k in KERNELS if dtype != "float32" or k not in MMA_KERNELS]
+            for max_kv_len in (400, 4000):
+                plans.append(plan(dataclasses.replace(problem, max_kv_len=max_kv_len), device, deterministic=True))
+            for launch in itertools.chain(*(chosen.launches for chosen in plans)):
+                form = (launch.kernel, *sorted(launch.defines.items()))
+                seen.add(form)
+                assert form in compiled
+                assert form in default or out_dtype not in (dtype, "float32")
     assert len(seen) > 100
+
+
+def test_every_form_that_a_sparse_call_asks_for_is_compiled() -> None:
+    compiled = {(v.kernel, *sorted(v.defines.items())) for v in variants("sm_120", DTYPES, COMPILED)[0]}
+    seen = set()
+    for dtype, cap, paired, heads in itertools.product(DTYPES, (0.0, 20.0), (False, True), (1, 20, 64)):
+        case = Case(
+            name="any",
+            q_lens=(3,),
+            kv_lens=(90,),
+            heads=heads,
+            sm_scale=1.0,
+            dtype=dtype,
+            logit_cap=cap,
+            mask="none",
+            topk=600,
+        )
+        arguments = build(case, 0)
+        cache = arguments["kv_cache"]
+        if paired:
+            arguments["kv_cache"] = cache[..., :512].copy(), cache[..., 512:].copy()
+        for kernel in (None, *KERNELS):
+            if kernel == "mma_roles" or (kernel in MMA_KERNELS and dtype == "float32"):
+                continue
+            for launch in plan(read_problem(arguments), Device.for_arch("sm_120"), kernel=kernel).launches:
+                form = (launch.kernel, *sorted(launch.defines.items()))
+                seen.add(form)
+                assert form in compiled
+    assert len({form for form in seen if ("SPARSE_IDS", 1) in form}) > 20
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])

@@ -85,6 +85,12 @@ FAULTS = [
     ),
     ("deep_stack", "stack", r"stack"),
     ("different_uniform", "divergence", r"warp 1, .*make_uniform different values"),
+    ("mbarrier_gone", "barrier", r"no mbarrier at shared \+ 0"),
+    (
+        "mbarrier_ends_early",
+        "barrier deadlock",
+        r"waits on the mbarrier that is invalidated|no mbarrier at shared \+ 0|warp 1: every lane at the mbarrier",
+    ),
 ]
 # Waits for millions of failed attempts: one schedule is enough.
 ONE_SEED = {"deadlock_try_wait"}

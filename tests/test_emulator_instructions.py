@@ -23,7 +23,7 @@ PARAMS = np.dtype(
 OPS = [
     *("indices", "global_copies", "shared_copies", "ldmatrix", "matrix_transpose", "mma", "conversions"),
     *("arithmetic", "async_groups", "async_fill", "async_ring", "bulk_ring", "named_barriers", "shared_atomics"),
-    *("global_atomics", "shuffles", "hints", "async_words"),
+    *("global_atomics", "shuffles", "hints", "async_words", "rings_in_turn"),
 ]
 SEEDS = range(4)
 
@@ -120,7 +120,7 @@ def test_indices(run: Run) -> None:
                     assert out[(z * 2 + y) * 3 + x, t].tolist() == [t, x, y, z, 3, 2, 4, 0]
 
 
-GLOBAL_BYTES = [2, 4, 8, 4, 8, 16, 8, 16, 4, 4, 8, 16, 16, 4, 4, 2]
+GLOBAL_BYTES = [2, 4, 8, 4, 8, 16, 8, 16, 4, 4, 8, 16, 16, 4, 4, 2, 1, 8]
 
 
 @pytest.mark.parametrize("variant", range(len(GLOBAL_BYTES)))
@@ -302,6 +302,12 @@ def test_max_prefers_numbers(run: Run) -> None:
     assert np.array_equal(arithmetic(run, 4, a, b), np.float32([3, 4, 2, -5, np.nan]), equal_nan=True)
 
 
+def test_ceil(run: Run, rng: np.random.Generator) -> None:
+    special = np.array([2.0, 2.25, -2.25, -0.5, 0.0, 1e-45, 2.0**23, -np.inf, np.inf, np.nan], np.float32)
+    a = np.concatenate([special, rng.uniform(-300, 300, 500).astype(np.float32)])
+    assert np.array_equal(arithmetic(run, 8, a), np.ceil(a), equal_nan=True)
+
+
 def test_mul_hi(run: Run, rng: np.random.Generator) -> None:
     a, b = words(rng, 512), words(rng, 512)
     a[:2], b[:2] = 0xFFFFFFFF, (0xFFFFFFFF, 1)
@@ -337,7 +343,7 @@ def test_cp_async_zero_fill(run: Run, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("tiles", [0, 1, 2, 7])
-@pytest.mark.parametrize("op", ["async_ring", "bulk_ring"])
+@pytest.mark.parametrize("op", ["async_ring", "bulk_ring", "rings_in_turn"])
 def test_rings_of_asynchronous_copies(run: Run, rng: np.random.Generator, op: str, tiles: int) -> None:
     a = words(rng, max(tiles, 1), 64, 4)
     out = run(op, a, np.zeros_like(a), variant=tiles, block=128)

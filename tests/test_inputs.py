@@ -10,7 +10,7 @@ from mlaflash.errors import InvalidArgumentError, UnsupportedError
 from mlaflash.lab import presets
 from mlaflash.lab.inputs import GARBAGE_ID, Case, build
 from mlaflash.masks import TreeMask
-from mlaflash.oracle import mla_verify
+from mlaflash.oracle import mla_sparse, mla_verify
 
 CASE = Case(
     name="ragged",
@@ -34,7 +34,7 @@ def flat(arguments: dict[str, Any]) -> dict[str, Any]:
     named = {
         name: np.concatenate(value, axis=-1) if isinstance(value, tuple) else value for name, value in arguments.items()
     }
-    if isinstance(named["mask"], TreeMask):
+    if isinstance(named.get("mask"), TreeMask):
         named["mask"] = named["mask"].words
     return named
 
@@ -48,7 +48,7 @@ def test_the_seed_alone_decides(preset: str, problem: Case) -> None:
     assert not np.array_equal(first["q"], other["q"])
 
 
-@pytest.mark.parametrize(("preset", "problem"), EVERY_CASE)
+@pytest.mark.parametrize(("preset", "problem"), [case for case in EVERY_CASE if not case.values[1].topk])
 def test_a12_all_that_is_not_read_is_poison_and_all_that_is_read_is_not(preset: str, problem: Case) -> None:
     arguments = build(problem, 0)
     out, _ = mla_verify(**arguments)
@@ -64,6 +64,28 @@ def test_a12_all_that_is_not_read_is_poison_and_all_that_is_read_is_not(preset: 
         ids = arguments.get("kv_indices", arguments.get("block_table"))
         assert ids.dtype == problem.id_dtype
         assert (ids == GARBAGE_ID).sum() >= problem.batch
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_lists_name_all_that_is_not_poison(page_size: int) -> None:
+    lists = replace(CASE, q_lens=(5, 0, 2, 4), mask="none", topk=37, page_size=page_size)
+    arguments = build(lists, 0)
+    out, lse = mla_sparse(**arguments)
+    assert np.isfinite(out).all()
+    indices, lens = arguments["indices"], arguments["topk_lens"]
+    assert (indices.dtype, indices.shape) == (np.dtype("int64"), (11, 37))
+    # The third request has no tokens, and its two query tokens an empty list.
+    empty = [token for token in range(11) if np.isneginf(lse[token]).all()]
+    assert {1, 5, 6} <= set(empty) < set(range(11))
+    counted = np.arange(37) < lens[:, None]
+    assert (indices[~counted] == GARBAGE_ID).all()
+    named = indices[counted]
+    assert (named == -1).any()
+    finite = np.isfinite(arguments["kv_cache"].astype(np.float32)).all(axis=-1).ravel()
+    assert np.flatnonzero(finite).tolist() == np.unique(named[named >= 0]).tolist()
+    assert not finite[:page_size].any()
+    row = indices[0]
+    assert len(np.unique(row)) < len(row) == lens[0]
 
 
 def test_ids_past_the_needed_pages_are_garbage() -> None:
@@ -122,6 +144,9 @@ def test_trees_branch() -> None:
         ({"id_dtype": "uint8"}, InvalidArgumentError, "id_dtype"),
         ({"q_lens": (8,), "kv_lens": (2**31,)}, InvalidArgumentError, r"2147483648 KV tokens; .* below 2\*\*31"),
         ({"heads": 2**31}, InvalidArgumentError, r"x 2147483648 heads"),
+        ({"topk": 8}, InvalidArgumentError, "topk is 8, mask 'tree'"),
+        ({"topk": -1, "mask": "none"}, InvalidArgumentError, "topk is -1"),
+        ({"topk": 8, "mask": "none", "new_kv": True}, InvalidArgumentError, "new_kv True"),
     ],
 )
 def test_impossible_cases_are_refused(changes: dict[str, Any], error: type[Exception], named: str) -> None:
@@ -147,6 +172,7 @@ def test_presets_cover_what_goes_wrong(preset: str, device: str) -> None:
     assert any(problem.logit_cap for problem in problems)
     assert any(problem.new_kv for problem in problems)
     assert any(problem.paired for problem in problems)
+    assert any(problem.topk for problem in problems)
     lengths = [(q, kv) for problem in problems for q, kv in zip(problem.q_lens, problem.kv_lens, strict=True)]
     assert any(q > 0 and kv == 0 for q, kv in lengths)
     assert any(q > kv > 0 for q, kv in lengths)

@@ -15,7 +15,7 @@ from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.presets import cases
 from mlaflash.masks import TreeMask
 from mlaflash.merge import merge_states
-from mlaflash.oracle import mla_verify
+from mlaflash.oracle import mla_sparse, mla_verify
 
 Array = np.ndarray[Any, np.dtype[Any]]
 SCALE = 0.14468
@@ -100,9 +100,58 @@ def test_presets_agree_with_the_second_formula(problem: Case) -> None:
     if max(problem.kv_lens) > 20:
         problem = replace(problem, heads=1)
     arguments = build(problem, seed=3)
-    expected = second_formula(**arguments)
-    assert_close(mla_verify(**arguments), expected)
+    expected = second_formula(**(as_verify(arguments) if problem.topk else arguments))
+    assert_close((mla_sparse if problem.topk else mla_verify)(**arguments), expected)
     assert np.isfinite(expected[0]).all()
+
+
+def as_verify(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Turn a sparse call into a verify call: one request for each query token, of the slots that it lists."""
+    lists = [ids[:count] for ids, count in zip(arguments["indices"], arguments["topk_lens"], strict=True)]
+    slots = [ids[ids >= 0] for ids in lists]
+    lens = np.array([len(ids) for ids in slots], np.int32)
+    return {
+        "q": arguments["q"],
+        "kv_cache": joined(arguments["kv_cache"]).reshape(-1, 1, 576),
+        "kv_lens": lens,
+        "kv_indptr": np.array([0, *np.cumsum(lens)], np.int32),
+        "kv_indices": np.concatenate(slots),
+        "page_size": 1,
+        "qo_indptr": np.arange(len(lens) + 1, dtype=np.int32),
+        "mask": "none",
+        "sm_scale": arguments["sm_scale"],
+        "logit_cap": arguments["logit_cap"],
+    }
+
+
+@pytest.mark.parametrize("changes", [{}, {"paired": True}, {"logit_cap": 1.5}, {"kv_lens": (0, 9)}, {"topk": 1}])
+def test_lists_are_requests_of_one_query_token(changes: dict[str, Any]) -> None:
+    problem = case((4, 2), (7, 9), mask="none", topk=20, page_size=2, id_dtype="int64")
+    arguments = build(replace(problem, **changes), seed=5)
+    expected = mla_verify(**as_verify(arguments))
+    bitwise(mla_sparse(**arguments), expected)
+    out, lse = np.empty((6, 2, 512), np.float32), np.empty((6, 2))
+    returned = mla_sparse(**arguments, out=out, lse=lse)
+    assert returned[0] is out
+    np.testing.assert_array_equal(out, expected[0].astype(np.float32))
+    np.testing.assert_array_equal(lse, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q": np.zeros((2, 3, 2, 576), np.float32)}, ShapeError, r"must be \(T, H, 576\)"),
+        ({"indices": np.zeros(6, np.int32)}, ShapeError, "indices is int32"),
+        ({"indices": np.zeros((5, 20), np.int32)}, ShapeError, "q has 6 rows, indices 5 and topk_lens 6"),
+        ({"topk_lens": np.zeros(7, np.int32)}, ShapeError, "topk_lens 7"),
+        ({"topk_lens": np.full(6, 21)}, InvalidArgumentError, "topk_lens has 21; indices has only 20"),
+        ({"logit_cap": -1.0}, InvalidArgumentError, "logit_cap is -1.0"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = build(case((4, 2), (7, 9), mask="none", topk=20), seed=5)
+    with pytest.raises(error, match=message):
+        mla_sparse(**(arguments | changes))
 
 
 problems = st.integers(0, 3).flatmap(

@@ -109,6 +109,8 @@ def test_arrays_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
         ({"sm_scale": 1e39}, r"sm_scale is 1e\+39; .* the largest float32"),
         ({"sm_scale": 10**400}, "sm_scale is 1000"),
         ({"logit_cap": -1.0}, "logit_cap is -1.0"),
+        ({"lse_base": 2}, "lse_base is 2; it must be 'e' or '2'"),
+        ({"lse_base": "10"}, "lse_base is '10'; it must be 'e' or '2'"),
         ({"logit_cap": 1e39}, r"logit_cap is 1e\+39"),
         ({"logit_cap": 1e-46}, "logit_cap is 1e-46; it must be at least 1.18e-38, or 0"),
         ({"logit_cap": float("nan")}, "logit_cap is nan"),

@@ -29,6 +29,18 @@ def test_every_argument_of_the_gpu_example_exists() -> None:
     assert set(keywords) <= set(inspect.signature(mla_verify).parameters)
 
 
+def test_the_shape_that_is_warmed_up_is_one() -> None:
+    import mlaflash
+
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (example,) = (block for block in blocks if "warmup" in block)
+    names: dict[str, Any] = {"mlaflash": mlaflash}
+    exec(example.split("mlaflash.warmup(")[0], names)
+    assert names["shape"] == mlaflash.VerifyShape(
+        num_heads=8, batch=48, q_len=16, kv_len=262_144, page_size=64, mask="tree"
+    )
+
+
 def test_links_lead_somewhere() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", README)
     assert targets

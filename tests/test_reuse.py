@@ -151,3 +151,12 @@ def test_addresses_go_where_the_kernels_look():
 def test_a_tensor_without_strides_is_left_to_whoever_views_it():
     sparse = SimpleNamespace(is_cuda=True, data_ptr=lambda: (_ for _ in ()).throw(RuntimeError("no strides")))
     assert signature(q=sparse).key is None
+
+
+def test_lists_are_the_kernels_page_ids():
+    params = new_params(max_kv_len=64)
+    kept = reuse.Reusable.of(0, (1,), "bfloat16", "bfloat16", (), params, ())
+    lists = {"indices": FakeTensor(0x3000), "topk_lens": FakeTensor(0x4000)}
+    kept.point(signature(**lists).addresses, {})
+    assert (params["page_ids"], params["kv_lens"], params["max_kv_len"]) == (0x3000, 0x4000, 64)
+    assert signature(**lists).key != signature(**(lists | {"topk_lens": None})).key

@@ -412,8 +412,8 @@ def test_the_splits_that_check_merges_cover_all_forms_of_combine() -> None:
     from mlaflash import combine
 
     forms = {combine.split_warps(splits) for splits in range(2, combine.MAX_SPLITS + 1)}
-    assert {combine.split_warps(splits) for splits in space.merge_splits()} == forms
-    assert len(space.merge_splits()) == len(forms)
+    assert {combine.split_warps(splits) for splits in combine.merge_splits()} == forms
+    assert len(combine.merge_splits()) == len(forms)
 
 
 @pytest.mark.parametrize("mask", ["causal", "none", "chain", "tree", "dense"])

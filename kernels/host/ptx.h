@@ -51,6 +51,7 @@ DEVICE float ld_global_cg_f32(const void* ptr, SITE) { return emulator::load_glo
 DEVICE u32x2 ld_global_cg_u32x2(const void* ptr, SITE) { return emulator::load_global_coherent<u32x2>(ptr, site); }
 DEVICE u32x4 ld_global_cg_u32x4(const void* ptr, SITE) { return emulator::load_global_coherent<u32x4>(ptr, site); }
 DEVICE f32x4 ld_global_cg_f32x4(const void* ptr, SITE) { return emulator::load_global_coherent<f32x4>(ptr, site); }
+DEVICE void st_global_u8(void* ptr, u8 v, SITE) { emulator::store_global(ptr, v, site); }
 DEVICE void st_global_u16(void* ptr, u16 v, SITE) { emulator::store_global(ptr, v, site); }
 DEVICE void st_global_u32(void* ptr, u32 v, SITE) { emulator::store_global(ptr, v, site); }
 DEVICE void st_global_u64(void* ptr, u64 v, SITE) { emulator::store_global(ptr, v, site); }
@@ -155,6 +156,7 @@ DEVICE float lg2(float x) { return log2f(emulator::flushed(x)); }
 DEVICE float tanh_f32(float x) { return tanhf(x); }
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+DEVICE float ceil_f32(float x) { return ceilf(x); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 DEVICE i64 mad_wide_i32(i32 a, i32 b, i64 c) { return (i64)a * b + c; }
 DEVICE u32 keep_in_register(u32 v) { return v; }

@@ -23,6 +23,10 @@ DEVICE i64 load_id(const void* ids, bool wide, i64 index) {
 // All loads come before the first use of one: every block starts with this, and waits for memory once. Where an array
 // is missing, the address of another one is read in its place, because a branch would end the run of loads.
 DEVICE Request load_request(const VerifyParams& p, int index) {
+  if constexpr (SPARSE_IDS) {
+    const i32 kv_len = p.kv_lens ? (i32)ld_global_u32(p.kv_lens + index) : (i32)p.max_kv_len;
+    return {index, index, 1, kv_len, 0, index * p.block_table_stride};
+  }
   const u32* kv_lens = (const u32*)p.kv_lens + index;
   const u32* qo_indptr = p.qo_indptr ? (const u32*)p.qo_indptr + index : kv_lens;
   const u32* tail_lens = p.tail_lens ? (const u32*)p.tail_lens + index : kv_lens;
@@ -70,6 +74,7 @@ DEVICE int visible_end(const VerifyParams& p, const Request& r, int q) {
 
 // Only for kv below visible_end().
 DEVICE bool is_visible(const VerifyParams& p, const Request& r, int q, int kv) {
+  if constexpr (SPARSE_IDS) return load_id(p.page_ids, p.wide_ids, r.id_begin + kv) >= 0;
   if (p.mask_mode != MASK_TREE) return true;
   const int column = kv - (r.kv_len - r.tail_len);
   if (column < 0) return true;
@@ -78,6 +83,7 @@ DEVICE bool is_visible(const VerifyParams& p, const Request& r, int q, int kv) {
 }
 
 DEVICE u32 page_of(const VerifyParams& p, u32 token) {
+  if constexpr (SPARSE_IDS) return token;
   return (p.page_magic ? mul_hi_u32(token, p.page_magic) : token) >> p.page_shift;
 }
 
@@ -111,6 +117,12 @@ DEVICE const u8* q_pe_row(const VerifyParams& p, int token, int head) {
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
+
+// The lse that a call asks for, of one in base 2.
+DEVICE float lse_out(const VerifyParams& p, float lse) { return p.lse_base_2 ? lse : lse * LN_2; }
+
+// 2^x of an integer x <= 0, exactly; 0 for what float32 holds only as a subnormal, and for -inf.
+DEVICE float exact_ex2(float x) { return x < -126.0f ? 0.0f : as_f32((u32)((int)x + 127) << 23); }
 
 // Scaled, soft-capped score in base 2.
 DEVICE float score_log2(const VerifyParams& p, float dot) {

@@ -58,6 +58,9 @@ DEVICE void mask_scores(float (&s)[2][4], const u32 (&bits)[2], int lane = lane_
       if (!(bits[e / 2] >> (n * 8 + column + e % 2) & 1)) s[n][e] = neg_inf();
 }
 
+// SPARSE_IDS. Bits i and i + 16: token i of a tile has a slot. Lanes l and l + 16 bring the token l and its id.
+DEVICE u32 listed_bits(u32 id, int token, int end) { return warp_ballot(token < end && (i32)id >= 0); }
+
 // --- scale ---------------------------------------------------------------------------------------------------------
 
 // The softmax takes its maxima over raw scores and scales within the exponent, which is right for positive scales. So
@@ -105,13 +108,26 @@ DEVICE float sum_over_row(float v) {
 // What to subtract: a row that has seen nothing has scores of -inf, whose weights must be 0 and not 2^NaN.
 DEVICE float finite_base(float base) { return base == neg_inf() ? 0.0f : base; }
 
+// DETERMINISTIC: the base of a row whose maximum is `maximum` now. 16 rows share a warp, and the bits of a weight
+// depend on its base (the argument of ex2 is rounded, and of float16 weights the subnormal ones are), so it moves only
+// where the row itself asks for it. It moves to an integer, so that the factor below is a power of two and rounds
+// nothing.
+//
+// By induction over the tiles of a chunk, base, sum and o of a row are then functions of its own scores and values: a
+// token that it does not see asks for no move and has weight 0, and 0 * v is added to a sum exactly. (v is finite, or
+// no row of the tile sees it and 0 is there instead. Tensor cores cut the terms of a sum at a place that the largest
+// one decides, and a product of 0 does not count, whatever the exponent of v: arXiv:2511.10909.)
+DEVICE float own_base(float base, float maximum) { return maximum > base + RESCALE_ABOVE ? ceil_f32(maximum) : base; }
+
 // Moves both bases up to the maxima and scales what was accumulated by 2^(old base - new base).
 template <int N>
 DEVICE void rescale(Softmax& softmax, float (&o)[N][4], const float (&maxima)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const float base = max_f32(softmax.base[h], max_over_row(maxima[h]));
-    const float factor = ex2(softmax.base[h] - finite_base(base));
+    const float maximum = max_over_row(maxima[h]);
+    const float base = DETERMINISTIC ? own_base(softmax.base[h], maximum) : max_f32(softmax.base[h], maximum);
+    const float change = softmax.base[h] - finite_base(base);
+    const float factor = DETERMINISTIC ? exact_ex2(change) : ex2(change);
     softmax.base[h] = base;
     softmax.sum[h] *= factor;
 #pragma unroll
@@ -175,10 +191,12 @@ DEVICE void store_half(u8* ptr, bool exists, int quad_lane, const float (&o)[N][
 // The block's results are not final: other blocks have other tokens of these rows. `part` is that of a WorkItem.
 DEVICE bool is_partial(const VerifyParams& p, int part) { return PLANNED ? part >= 0 : p.num_splits > 1; }
 
-// Row of the partial results where packed row `row` goes: that of its split, or PLANNED of its part.
+// Row of the partial results where packed row `row` goes: that of its split; PLANNED of its part, DETERMINISTIC of its
+// chunk, which is `part` then.
 DEVICE i64 partial_row(const VerifyParams& p, const Request& r, int row, int part) {
   if constexpr (PLANNED) return part_row(part, row);
-  return (block_idx_y() * (i64)p.num_tokens + r.q_begin) * p.num_heads + row;
+  const int split = DETERMINISTIC ? part : block_idx_y();
+  return (split * (i64)p.num_tokens + r.q_begin) * p.num_heads + row;
 }
 
 // Where packed row `row` goes: into out, or into the partial results.
@@ -195,7 +213,7 @@ DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, int part
     st_global_f32(p.partial_lse + partial_row(p, r, row, part), lse);
   else
     st_global_f32(p.lse + (r.q_begin + row / p.num_heads) * p.lse_stride_t + row % p.num_heads * p.lse_stride_h,
-                  lse * LN_2);
+                  lse_out(p, lse));
 }
 
 // A warp's 16 rows from `first` on (those below `end`), 8 N columns from `column` on; that of column 0 writes the lse.
@@ -244,6 +262,14 @@ DEVICE void store_empty(const VerifyParams& p, const Request& r, int part, int f
   }
 }
 
+// DETERMINISTIC: rows [first, end) see nothing in chunks `chunk` and later, which the grid's blocks share. An lse of
+// -inf says so, and combine loads nothing else of such a chunk.
+template <int THREADS>
+DEVICE void store_absent(const VerifyParams& p, const Request& r, int first, int end, int chunk) {
+  for (int c = chunk + block_idx_y(); c < p.num_splits; c += grid_dim_y())
+    for (int row = first + thread_idx(); row < end; row += THREADS) store_lse(p, r, row, c, neg_inf());
+}
+
 // Query tokens behind the last request belong to nobody and come out empty. The last request's blocks share them;
 // PLANNED kernels/combine_planned.cu does that.
 template <int THREADS>
@@ -254,7 +280,11 @@ DEVICE void store_padding(const VerifyParams& p, Request r) {
   if (rows == 0) return;  // as nearly always, at no more cost
   const int share = (rows + grid_dim_x() - 1) / grid_dim_x();
   const int first = min_int(block_idx_x() * share, rows);
-  store_empty<THREADS>(p, r, 0, first, min_int(first + share, rows));
+  const int end = min_int(first + share, rows);
+  if constexpr (DETERMINISTIC)
+    store_absent<THREADS>(p, r, first, end, 0);
+  else
+    store_empty<THREADS>(p, r, 0, first, end);
 }
 
 // An item whose rows see nothing at all.

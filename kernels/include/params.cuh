@@ -24,16 +24,16 @@ struct VerifyParams {
   const void* new_kv_c;
   const void* new_k_pe;
   const i32* qo_indptr;   // [B + 1]; null: request b owns tokens [b * max_q_len, (b + 1) * max_q_len)
-  const i32* kv_lens;     // [B]
+  const i32* kv_lens;     // [B]; null, with SPARSE_IDS: max_kv_len each
   const void* kv_indptr;  // [B + 1], int32 or int64; null: page ids are rows of a block table
   const void* page_ids;   // [sum of pages] or [B, block_table_stride], int32 or int64
   const u32* mask_words;  // [T, mask_words_per_row]; bit j of row i: draft token i sees draft token j
   const i32* tail_lens;   // [B] tokens that the mask columns describe; null: q_len
   void* out;              // [T, H, 512] in OUT_DTYPE
-  float* lse;             // [T, H], natural logarithm
+  float* lse;             // [T, H], natural logarithm, or base 2
   void* partial_out;      // [num_splits, T * H, 512] in PARTIAL_DTYPE, each split normalised by its own sum
   float* partial_lse;     // [num_splits, T * H], base 2; -inf where a split saw nothing
-  float* scores;          // naive only: [T, H, scores_stride]
+  float* scores;          // naive only: [T, H, max_kv_len]
   u32* counters;          // zero on entry and on exit: arrivals of splits, for a reduction by the last block
 
   // Strides in elements.
@@ -45,7 +45,7 @@ struct VerifyParams {
   i64 block_table_stride;
   i64 out_stride_t, out_stride_h;
   i64 lse_stride_t, lse_stride_h;
-  i64 scores_stride;
+  i64 max_kv_len;  // no request has more tokens
 
   i32 num_tokens;  // T
   i32 num_heads;   // H
@@ -71,6 +71,8 @@ struct VerifyParams {
   i32 work_row_tiles;  // most row tiles of a request
   i32 work_start_tiles;  // what starting on a row tile costs, in KV tiles
   i32 work_least_tiles;  // fewest KV tiles of a block while others have none
+
+  i32 lse_base_2;  // 1: lse is a logarithm in base 2
 };
 
 #ifndef MLAFLASH_Q_DTYPE
@@ -80,6 +82,14 @@ constexpr int Q_DTYPE = MLAFLASH_Q_DTYPE;
 constexpr int KV_DTYPE = MLAFLASH_KV_DTYPE;
 constexpr int OUT_DTYPE = MLAFLASH_OUT_DTYPE;
 constexpr int PARTIAL_DTYPE = MLAFLASH_PARTIAL_DTYPE;
+
+// Tokens of a chunk, where a row's bits may depend on its own tokens alone (mlaflash/schedule.py says how); else 0.
+// Chunks begin at multiples of it, and split `i` is chunk i whatever block computes it.
+#ifdef MLAFLASH_DETERMINISTIC
+constexpr int DETERMINISTIC = MLAFLASH_DETERMINISTIC;
+#else
+constexpr int DETERMINISTIC = 0;
+#endif
 
 // tile: heads and KV tokens of a tile, powers of two.
 #ifdef MLAFLASH_HT
@@ -130,6 +140,14 @@ constexpr int NEW_KV = MLAFLASH_NEW_KV;
 // elsewhere.
 #ifdef MLAFLASH_SPLIT_KV
 constexpr int SPLIT_KV = MLAFLASH_SPLIT_KV;
+#endif
+
+// All kernels but combine. SPARSE_IDS 1: each query token is a request of its own, and its page ids are the slots that
+// it sees, in any order; a negative one is none. Pages are slots, there is no mask, no qo_indptr, no kv_indptr.
+#ifdef MLAFLASH_SPARSE_IDS
+constexpr int SPARSE_IDS = MLAFLASH_SPARSE_IDS;
+#else
+constexpr int SPARSE_IDS = 0;
 #endif
 
 // Tensor-core kernels and combine. 0: the grid says what a block computes. Else the list of the kernel plan does, whose

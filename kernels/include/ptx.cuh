@@ -94,6 +94,7 @@ DEVICE f32x4 ld_global_cg_f32x4(const void* ptr) {
                : "memory");
   return v;
 }
+DEVICE void st_global_u8(void* ptr, u8 v) { *(u8*)ptr = v; }
 DEVICE void st_global_u16(void* ptr, u16 v) { *(u16*)ptr = v; }
 DEVICE void st_global_u32(void* ptr, u32 v) { *(u32*)ptr = v; }
 DEVICE void st_global_u64(void* ptr, u64 v) { *(u64*)ptr = v; }
@@ -322,6 +323,7 @@ DEVICE float lg2(float x) {
 DEVICE float tanh_f32(float x) { return tanhf(x); }
 DEVICE float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+DEVICE float ceil_f32(float x) { return ceilf(x); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return __umulhi(a, b); }
 // a * b + c, the product in 64 bits: one instruction, where the compiler would multiply 64-bit numbers.
 DEVICE i64 mad_wide_i32(i32 a, i32 b, i64 c) {

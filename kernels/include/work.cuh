@@ -31,10 +31,20 @@ DEVICE int num_tiles(const VerifyParams& p, const Request& r, const RowTile& row
   return (visible_end(p, r, rows.q_last) + TILE - 1) / TILE;
 }
 
+static_assert(DETERMINISTIC % TILE == 0, "chunks are whole tiles");
+constexpr int CHUNK_TILES = DETERMINISTIC ? DETERMINISTIC / TILE : 1;
+
+// DETERMINISTIC: chunks in which some row of the row tile sees a token.
+DEVICE int count_chunks(const VerifyParams& p, const Request& r, const RowTile& rows) {
+  return (visible_end(p, r, rows.q_last) + CHUNK_TILES * TILE - 1) / (CHUNK_TILES * TILE);
+}
+
 // Split `split` of the tiles in which some row of the block sees a token: equal runs, the last ones may be empty.
+// DETERMINISTIC: runs of whole chunks, one for each block that the grid has.
 DEVICE TileRange split_tiles(const VerifyParams& p, const Request& r, const RowTile& rows, int split) {
   const int all = num_tiles(p, r, rows);
-  const int per_split = (all + p.num_splits - 1) / p.num_splits;
+  const int per_split = DETERMINISTIC ? (count_chunks(p, r, rows) + grid_dim_y() - 1) / grid_dim_y() * CHUNK_TILES
+                                      : (all + p.num_splits - 1) / p.num_splits;
   const int begin = min_int(split * per_split, all);
   return {begin, min_int(begin + per_split, all)};
 }

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from mlaflash.commands import render
-from mlaflash.commands.options import DTYPES, FAILED, json_option
+from mlaflash.commands.options import DTYPES, FAILED, SHAPE_NAMES, given_shape, json_option, shape_options
 from mlaflash.commands.render import Column
-from mlaflash.device import Device
-from mlaflash.errors import MissingDependencyError, NoDeviceError
-from mlaflash.lab.target import DEFAULT_ARCH
-from mlaflash.lab.variants import ARCHS, COMPILED, Compilation, compile_all, spell, variants
-from mlaflash.settings import settings
+from mlaflash.device import apply_budget
+from mlaflash.errors import InvalidArgumentError
+from mlaflash.lab.target import Built, built_key, device_or_default
+from mlaflash.lab.variants import ARCHS, COMPILED, Compilation, compile_all, spell, variant, variants
+from mlaflash.schedule import Launch
+from mlaflash.shape import mask_launches, plan_launches
 
 _COLUMNS = (
     Column("kernel", "left", head=True),
@@ -46,14 +50,18 @@ _COLUMNS = (
     "--kernel", "kernels", type=click.Choice(COMPILED), multiple=True, help="Kernel (repeatable; default all)."
 )
 @click.option(
-    "--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Element type (repeatable; default all)."
+    "--dtype",
+    "dtypes",
+    type=click.Choice(DTYPES),
+    multiple=True,
+    help="Element type (repeatable; default all, with --plan bfloat16).",
 )
 @click.option(
     "--out-dtype",
     "out_dtypes",
     type=click.Choice(DTYPES),
     multiple=True,
-    help="Element type of out (repeatable; default that of --dtype, and float32).",
+    help="Element type of out (repeatable; default that of --dtype, and without --plan float32).",
 )
 @click.option(
     "--tiles",
@@ -62,6 +70,10 @@ _COLUMNS = (
     show_default=True,
     help="Tiles that a call chooses by itself, or also all that sweep tries and the architecture has the memory for.",
 )
+@click.option(
+    "--plan", "is_plan", is_flag=True, help="Only what a VerifyPlan needs that is made for these steps at most:"
+)
+@shape_options
 @json_option("one JSON array")
 def compile_(
     archs: tuple[str, ...],
@@ -71,19 +83,33 @@ def compile_(
     out_dtypes: tuple[str, ...],
     tiles: str,
     as_json: bool,
+    is_plan: bool,
+    budget: str | None,
+    **arguments: Any,
 ) -> None:
     """Compile kernels into the cache; needs no GPU.
 
     Compiles every form that a call chooses by itself: with and without a soft cap, new_kv, and a cache in two parts.
-    Prints registers, spilled bytes and shared memory of each. Exit status 1 where one does not compile, or is shipped
-    and spills; a tile that only sweep tries may spill, and its row says so.
+    With --plan, exactly the kernels of a VerifyPlan, and those that pack its tree masks: made on an architecture's
+    usual card, or on this machine's GPU where no architecture is named. Prints registers, spilled bytes and shared
+    memory of each. Exit status 1 where one does not compile, or is shipped and spills; a tile that only sweep tries
+    may spill, and its row says so.
     """
-    if not archs:
-        archs = ARCHS if everything else (_default_arch(),)
+    _check_together(click.get_current_context(), is_plan)
+    names = archs or (ARCHS if everything else (None,))
     wanted, refused = [], []
-    for arch in dict.fromkeys(archs):
+    for device in map(device_or_default, dict.fromkeys(names)):
+        if is_plan:
+            limits = device if budget is None else apply_budget(device, budget)
+            launches: dict[Built, Launch] = {}
+            for dtype, out_dtype in itertools.product(dtypes or ("bfloat16",), out_dtypes or (None,)):
+                shape, _ = given_shape(arguments, dtype, out_dtype)
+                steps = *plan_launches(shape, limits), *mask_launches(shape)
+                launches |= {built_key(step): step for step in steps}
+            wanted += [variant(step, limits) for step in launches.values()]
+            continue
         found, reasons = variants(
-            arch, dtypes or DTYPES, kernels or COMPILED, out_dtypes=out_dtypes, every_tile=tiles == "all"
+            device.arch, dtypes or DTYPES, kernels or COMPILED, out_dtypes=out_dtypes, every_tile=tiles == "all"
         )
         wanted += found
         refused += reasons
@@ -102,19 +128,26 @@ def compile_(
     cached = sum(result.compiled is not None and result.compiled.cached for result in results)
     spilling = sum(result.passed and result.spills for result in results)
     spill = f", {spilling} spill and no call chooses them" if spilling else ""
+    if is_plan:
+        shape, _ = given_shape(arguments, "bfloat16", None)
+        say(
+            f"for a VerifyPlan of {shape.num_heads} heads, at most {shape.batch} requests, {shape.q_len} query tokens "
+            f"and {shape.kv_len} KV tokens"
+        )
     say(f"{len(results)} kernels, {cached} of them from the cache, {len(failed)} failed{spill}")
     if failed:
         sys.exit(FAILED)
 
 
-def _default_arch() -> str:
-    configured = settings().arch
-    if configured is not None:
-        return configured
-    try:
-        return Device.current().arch
-    except (MissingDependencyError, NoDeviceError):
-        return DEFAULT_ARCH
+def _check_together(ctx: click.Context, is_plan: bool) -> None:
+    """Refuse options that do nothing with, or without, ``--plan``."""
+    idle = ("kernels", "tiles") if is_plan else SHAPE_NAMES
+    for param in ctx.command.params:
+        if param.name in idle and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
+            raise InvalidArgumentError(
+                f"{param.opts[0]} is given {'with' if is_plan else 'without'} --plan; "
+                + ("a plan chooses its own kernels. Leave it out." if is_plan else "it describes a plan. Add --plan.")
+            )
 
 
 def _name(result: Compilation) -> str:

@@ -39,7 +39,7 @@ def info(as_json: bool) -> None:
     if as_json:
         render.document(found)
         return
-    render.facts(_lines(found))
+    render.facts(_lines(found).items())
 
 
 def _probe(ask: Callable[[], Any]) -> Any:

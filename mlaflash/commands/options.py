@@ -9,7 +9,8 @@ import click
 
 from mlaflash.errors import InvalidArgumentError, MlaFlashError, NoDeviceError, UnsupportedError
 from mlaflash.lab.space import all_axes, option_name
-from mlaflash.params import DTYPE_CODES
+from mlaflash.params import DTYPE_CODES, MASK_CODES
+from mlaflash.shape import VerifyShape
 
 FAILED: Final = 1
 USAGE: Final = 2
@@ -61,6 +62,107 @@ def _int_list(ctx: click.Context, param: click.Parameter, value: str | None) -> 
         return tuple(dict.fromkeys(int(part) for part in value.split(",")))
     except ValueError:
         raise click.BadParameter(f"{value!r} is no list of integers such as 4,8,16.", ctx, param) from None
+
+
+def _lengths(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
+    """Read ``8,16`` and repeated options; unlike constants to try, a length may come twice."""
+    try:
+        return tuple(int(part) for value in values for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{','.join(values)!r} is no list of integers such as 128,4096.", ctx, param) from None
+
+
+_SHAPE_OPTIONS: Final = (
+    click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True, help="Query heads."),
+    click.option("--batch", type=click.IntRange(min=1), help="Requests. By default one for each length of --kv-len."),
+    click.option(
+        "--q-len", type=click.IntRange(min=1), default=8, show_default=True, help="Query tokens of a request."
+    ),
+    click.option(
+        "--kv-len",
+        "kv_lens",
+        metavar="INT,...",
+        multiple=True,
+        default=("16384",),
+        show_default=True,
+        callback=_lengths,
+        help="KV tokens of a request, its new ones included; several (repeatable) are those of the requests, in turn.",
+    ),
+    click.option("--page-size", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of a page."),
+    click.option(
+        "--mask", type=click.Choice(tuple(MASK_CODES)), default="causal", show_default=True, help="Mask of the draft."
+    ),
+    click.option("--new-kv", is_flag=True, help="The new tokens come apart from the cache."),
+    click.option("--split-kv", is_flag=True, help="The rope columns of the cache lie apart from its latent ones."),
+    click.option("--soft-cap", is_flag=True, help="Scores are capped: there is a logit_cap."),
+    click.option("--budget", metavar="ARCH", help="Keep the shared memory of another architecture, such as sm_120."),
+)
+SHAPE_NAMES: Final = (
+    "heads",
+    "batch",
+    "q_len",
+    "kv_lens",
+    "page_size",
+    "mask",
+    "new_kv",
+    "split_kv",
+    "soft_cap",
+    "budget",
+)
+
+
+def shape_options(command: _Command) -> _Command:
+    """Add the options that describe a verify step: `SHAPE_NAMES`."""
+    for option in reversed(_SHAPE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def given_shape(
+    arguments: Mapping[str, Any], dtype: str, out_dtype: str | None, max_kv_len: int | None = None
+) -> tuple[VerifyShape, tuple[int, ...]]:
+    """Make a shape of a command's arguments.
+
+    Parameters
+    ----------
+    arguments : mapping of str to Any
+        Those of `shape_options`; others are passed over.
+    dtype : str
+    out_dtype : str or None
+    max_kv_len : int or None
+        Longest request of the shape, where it is not that of the step.
+
+    Returns
+    -------
+    shape : VerifyShape
+    kv_lens : tuple of int
+        Of each request.
+
+    Raises
+    ------
+    InvalidArgumentError
+        There are more lengths than requests, or one that is not allowed.
+    """
+    lens = arguments["kv_lens"]
+    batch = arguments["batch"] or len(lens)
+    if len(lens) > batch:
+        raise InvalidArgumentError(
+            f"--kv-len names {len(lens)} lengths and --batch is {batch}; each request has one. Leave --batch out."
+        )
+    if max_kv_len is not None and max(lens) > max_kv_len:
+        raise InvalidArgumentError(
+            f"--kv-len names {max(lens)} tokens and --max-kv-len is {max_kv_len}; no request may be longer. Raise it."
+        )
+    kv_lens = tuple(lens[request % len(lens)] for request in range(batch))
+    shape = VerifyShape(
+        num_heads=arguments["heads"],
+        batch=batch,
+        kv_len=max(kv_lens) if max_kv_len is None else max_kv_len,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        **{name: arguments[name] for name in ("q_len", "page_size", "mask", "new_kv", "split_kv", "soft_cap")},
+    )
+    return shape, shape.check_lens(kv_lens)
 
 
 def axis_options(*, several: bool) -> Callable[[_Command], _Command]:

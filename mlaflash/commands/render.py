@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -146,17 +146,26 @@ def error(text: str) -> None:
     _print(_stderr(), f"error: {text}", "bold red")
 
 
-def facts(values: Mapping[str, str]) -> None:
+def facts(values: Iterable[tuple[str, str]], *, wrap: bool = False) -> None:
     """Print names and values, one pair a line.
 
     Parameters
     ----------
-    values : mapping of str to str
+    values : iterable of (str, str)
+        Without a value, a name is a title.
+    wrap : bool
+        Whether a value is wrapped between words, beside its name.
     """
+    values = list(values)
     console = _stdout()
-    width = max(map(len, values), default=0)
-    for name, value in values.items():
-        _print(console, f"{name:<{width}}  {value}" if value else name)
+    width = max((len(name) for name, _ in values), default=0) + _GAP
+    for name, value in values:
+        lines = [value]
+        if wrap:
+            room = max(console.width - width, _LEAST_FOLDED)
+            lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+        for number, text in enumerate(lines or [""]):
+            _print(console, f"{'' if number else name:<{width}}{text}".rstrip())
 
 
 def paragraph(text: str) -> None:

@@ -1,8 +1,18 @@
 """The GPU's kernels on a CPU, every access checked: a correctness tool, not a fast path."""
 
+from mlaflash.emulator.kv import move_rows, plan_compact
 from mlaflash.emulator.mask import pack_mask
 from mlaflash.emulator.plan import VerifyPlan
 from mlaflash.emulator.run import Report, run_kernel
-from mlaflash.emulator.verify import mla_verify
+from mlaflash.emulator.verify import mla_sparse, mla_verify
 
-__all__ = ["Report", "VerifyPlan", "mla_verify", "pack_mask", "run_kernel"]
+__all__ = [
+    "Report",
+    "VerifyPlan",
+    "mla_sparse",
+    "mla_verify",
+    "move_rows",
+    "pack_mask",
+    "plan_compact",
+    "run_kernel",
+]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,12 @@ from mlaflash.emulator.run import Report, run_kernel
 from mlaflash.emulator.verify import DEFAULT_ARCH
 from mlaflash.errors import ShapeError
 from mlaflash.interop import ArrayView, numpy_view
-from mlaflash.params import numpy_dtype
-from mlaflash.plan import Backend
+from mlaflash.params import new_params, numpy_dtype
+from mlaflash.plan import Backend, Capacity, Work, plan_launch, work_fields, workspace_shapes
 from mlaflash.plan import VerifyPlan as GpuVerifyPlan
 from mlaflash.schedule import Launch
+
+_NEXT = 11  # word of a work item that names the block's next one, as in kernels/include/work.cuh
 
 
 class EmulatorBackend:
@@ -44,7 +46,7 @@ class EmulatorBackend:
     def locate(self, array: Any) -> tuple[int, Hashable]:
         """Return the address of an array, and its shape, strides and element type."""
         view = numpy_view("array", array)
-        return view.ptr, (view.shape, view.strides, view.dtype)
+        return view.ptr, (view.shape, view.strides, view.dtype, view.ptr % 16, view.read_only)
 
     def memory(self, num_bytes: int, workspace: Any) -> Any:
         """Allocate bytes, or check those that the caller gives."""
@@ -52,7 +54,8 @@ class EmulatorBackend:
             workspace = np.empty(num_bytes + 256, np.uint8)
             workspace = workspace[-workspace.ctypes.data % 256 :][:num_bytes]
         view = numpy_view("workspace", workspace)
-        if view.ndim != 1 or view.ptr % 256 or view.shape[0] * view.itemsize < num_bytes:
+        is_whole = view.ndim == 1 and (view.shape[0] < 2 or view.strides[0] == 1) and not view.read_only
+        if not is_whole or view.ptr % 256 or view.shape[0] * view.itemsize < num_bytes:
             raise ShapeError(f"workspace is {view.dtype} {view.shape}; {num_bytes} bytes on 256 are needed.")
         memory = workspace.view(np.uint8)
         memory[:] = 0xFF  # NaN, and ids that are none: what no kernel wrote cannot pass for anything
@@ -145,3 +148,63 @@ class VerifyPlan(GpuVerifyPlan):
     @seed.setter
     def seed(self, seed: int) -> None:
         self._emulator.seed = seed
+
+
+class Piece(NamedTuple):
+    """KV tiles of a row tile that a block works on.
+
+    Attributes
+    ----------
+    request, row_tile : int
+    begin, end : int
+        KV tiles.
+    """
+
+    request: int
+    row_tile: int
+    begin: int
+    end: int
+
+
+def pieces(capacity: Capacity, work: Work, kv_lens: Sequence[int]) -> list[list[Piece]]:
+    """Make the schedule of one step, as a plan does on the device, and nothing else of it.
+
+    Parameters
+    ----------
+    capacity : Capacity
+    work : Work
+    kv_lens : sequence of int
+        Of at most `max_batch` requests, each with `max_q_len` query tokens.
+
+    Returns
+    -------
+    list of list of Piece
+        Of each block, in its order.
+
+    Raises
+    ------
+    MissingDependencyError
+        There is no C++ compiler.
+    """
+    shapes = workspace_shapes(capacity, work)
+    arrays: dict[str, npt.NDArray[Any]] = {"kv_lens": np.array(kv_lens, np.int32)}
+    for name in ("work_items", "work_merges", "work_scratch"):
+        shape, dtype = shapes[name]
+        arrays[name] = np.zeros(shape, numpy_dtype(dtype))
+    params = new_params(
+        **work_fields(capacity, work),
+        **{name: array.ctypes.data for name, array in arrays.items()},
+        batch=len(kv_lens),
+        max_q_len=capacity.max_q_len,
+    )
+    launch = plan_launch(work)
+    run_kernel(launch.kernel, launch.defines, launch.grid, launch.block, launch.shared_bytes, params, arrays)
+    items = arrays["work_items"]
+    found: list[list[Piece]] = []
+    for block in range(work.blocks):
+        found.append([])
+        index = block
+        while index >= 0 and items[index, 0] >= 0:
+            found[-1].append(Piece(*items[index, :4].tolist()))
+            index = int(items[index, _NEXT])
+    return found

@@ -1,4 +1,4 @@
-"""The verify call on NumPy arrays, by the GPU's own kernels on a CPU."""
+"""The verify call, and the sparse one, on NumPy arrays, by the GPU's own kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ def mla_verify(
     out: Any = None,
     lse: Any = None,
     out_dtype: Any = None,
+    lse_base: str = "e",
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
     kernel: str | None = None,
     tiles: KernelConfig | None = None,
+    deterministic: bool = False,
     budget: str | None = None,
     validate: bool = True,
     seed: int = 0,
@@ -89,12 +91,79 @@ def mla_verify(
         new_kv=new_kv,
         logit_cap=logit_cap,
         out_dtype=getattr(out, "dtype", None) if out_dtype is None else out_dtype,
+        lse_base=lse_base,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
     )
+    choice = {"kernel": kernel, "tiles": tiles, "deterministic": deterministic}
+    return _solve(problem, out, lse, choice, budget, validate, seed, reports)
+
+
+def mla_sparse(
+    q: Any,
+    kv_cache: Any,
+    indices: Any,
+    *,
+    sm_scale: float,
+    topk_lens: Any = None,
+    logit_cap: float = 0.0,
+    out: Any = None,
+    lse: Any = None,
+    out_dtype: Any = None,
+    lse_base: str = "e",
+    kernel: str | None = None,
+    tiles: KernelConfig | None = None,
+    budget: str | None = None,
+    validate: bool = True,
+    seed: int = 0,
+    reports: list[Report] | None = None,
+) -> tuple[Any, Any]:
+    """Run `mlaflash.mla_sparse` on NumPy arrays: the same kernels, checked at every access, slowly.
+
+    Parameters
+    ----------
+    q, kv_cache, indices, ...
+        As in `mlaflash.mla_sparse`; bfloat16 is that of `ml_dtypes`.
+    budget, validate, seed, reports
+        As in `mla_verify`.
+
+    Returns
+    -------
+    out, lse : numpy.ndarray
+        As in `mlaflash.mla_sparse`.
+
+    Raises
+    ------
+    EmulatorError, MlaFlashError
+        As in `mla_verify`.
+    """
+    problem = Problem.from_lists(
+        numpy_view,
+        q,
+        kv_cache,
+        indices=indices,
+        sm_scale=sm_scale,
+        topk_lens=topk_lens,
+        logit_cap=logit_cap,
+        out_dtype=getattr(out, "dtype", None) if out_dtype is None else out_dtype,
+        lse_base=lse_base,
+    )
+    return _solve(problem, out, lse, {"kernel": kernel, "tiles": tiles}, budget, validate, seed, reports)
+
+
+def _solve(
+    problem: Problem,
+    out: Any,
+    lse: Any,
+    choice: dict[str, Any],
+    budget: str | None,
+    validate: bool,
+    seed: int,
+    reports: list[Report] | None,
+) -> tuple[Any, Any]:
     if validate:
         problem.validate()
-    schedule = plan(problem, Device.for_arch(budget or DEFAULT_ARCH), kernel=kernel, tiles=tiles)
+    schedule = plan(problem, Device.for_arch(budget or DEFAULT_ARCH), **choice)
     # NaN: what a kernel forgets to write cannot pass for a result.
     if out is None:
         out = np.full(problem.out_shape, np.nan, numpy_dtype(problem.out_dtype))

@@ -1,6 +1,6 @@
 """Compile kernels without a GPU, keep them, and launch them on one."""
 
-from mlaflash.jit.cached import Stats, compile_cached, stats
+from mlaflash.jit.cached import Stats, compile_cached, compiler_threads, stats
 from mlaflash.jit.compiler import CompiledKernel, compile_kernel
 from mlaflash.jit.kernel import Kernel, load
 
@@ -10,6 +10,7 @@ __all__ = [
     "Stats",
     "compile_cached",
     "compile_kernel",
+    "compiler_threads",
     "load",
     "stats",
 ]

@@ -1,6 +1,7 @@
 """Compile once: this process's memory first, then the cache on disk, then NVRTC."""
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from mlaflash.jit.cache import make_key, open_cache
 from mlaflash.jit.compiler import CompiledKernel, compile_options, compile_sources, nvrtc_version
 from mlaflash.params import DTYPE_CODES
 from mlaflash.settings import settings
+
+MAX_COMPILERS = 8
 
 _log = logging.getLogger("mlaflash")
 
@@ -57,6 +60,11 @@ _key_locks: dict[str, threading.Lock] = {}
 def stats() -> Stats:
     """Tell what this process has compiled and found so far."""
     return Stats(**vars(counters))
+
+
+def compiler_threads() -> int:
+    """Compilations that run side by side."""
+    return min(os.cpu_count() or 1, MAX_COMPILERS)
 
 
 def compile_cached(
@@ -131,8 +139,8 @@ def compile_cached(
             raise CacheMissError(
                 f"kernel {kernel!r} for {arch} with {dict(defines)} is not in the cache "
                 f"({cache.path if cache else 'which is switched off'}) and MLAFLASH_DISABLE_JIT "
-                f"forbids to compile it. Fill the cache with: {_filling(defines, arch)} (which compiles what calls "
-                "choose by themselves; for tiles that a call names, make that call once without MLAFLASH_DISABLE_JIT)."
+                f"forbids to compile it. Fill the cache with: {_filling(defines, arch)}; for tiles that a call or a "
+                "plan names, make it once without MLAFLASH_DISABLE_JIT."
             )
         else:
             _log.info("compiling %s%s for %s", kernel, constants, arch)
@@ -157,11 +165,14 @@ def compile_cached(
 
 def _filling(defines: Mapping[str, int], arch: str) -> str:
     """Spell the command that compiles a kernel beforehand."""
+    if "PLANNED_ROWS" in defines:
+        return f"mlaflash compile --plan --arch {arch} with what the plan is made for (--heads, --kv-len, ...)"
     names = {code: name for name, code in DTYPE_CODES.items()}
     out = defines.get("OUT_DTYPE", -1)
     # Outputs in the type of q, and in float32, are compiled unasked.
     asked = out in names and out not in (defines.get("Q_DTYPE"), DTYPE_CODES["float32"])
-    return f"mlaflash compile --arch {arch}" + (f" --out-dtype {names[out]}" if asked else "")
+    command = f"mlaflash compile --arch {arch}" + (f" --out-dtype {names[out]}" if asked else "")
+    return f"{command} (which compiles what calls choose by themselves)"
 
 
 _RECORDED = (

@@ -248,7 +248,7 @@ def load(
         raise CaptureError(
             f"kernel {kernel!r} for {device.arch} with {dict(defines)} is not loaded on GPU "
             f"{ordinal} and a CUDA graph is being captured; a kernel can only be compiled and "
-            "loaded outside a capture. Run the same call once before capturing."
+            "loaded outside a capture. Run the same call once before capturing, or mlaflash.warmup."
         )
     if module_key not in _functions:
         compiled = compile_cached(kernel, defines, device.arch)

@@ -65,7 +65,7 @@ class PreparedLaunch:
         There is nothing to launch.
     """
 
-    __slots__ = ("_arguments", "_config", "_function", "_launch", "block", "grid", "kernel", "params")
+    __slots__ = ("_arguments", "_config", "_function", "_launch", "_reference", "block", "grid", "kernel", "params")
 
     def __init__(
         self, kernel: Kernel, grid: Grid, block: int, params: np.ndarray[Any, Any], *, is_dependent: bool = False
@@ -80,6 +80,7 @@ class PreparedLaunch:
         if is_dependent and knows_dependents(kernel.compiled.arch):
             attributes = ctypes.pointer(_DEPENDENT)
         self._config = _Config(grid, (block, 1, 1), kernel.shared_bytes, None, attributes, int(bool(attributes)))
+        self._reference = ctypes.byref(self._config)
 
     def launch(self, stream: int) -> None:
         """Enqueue the kernel; returns before it ran.
@@ -95,13 +96,13 @@ class PreparedLaunch:
             The driver refused.
         """
         self._config.stream = stream
-        status = self._launch(ctypes.byref(self._config), self._function, self._arguments, None)
+        status = self._launch(self._reference, self._function, self._arguments, None)
         if status == _INVALID_CONTEXT:
             # The first use of the GPU in this thread.
             from cupy.cuda import runtime
 
             runtime.setDevice(self.kernel.ordinal)
-            status = self._launch(ctypes.byref(self._config), self._function, self._arguments, None)
+            status = self._launch(self._reference, self._function, self._arguments, None)
         if status:
             raise self.kernel.refusal(status, self.grid, self.block)
 

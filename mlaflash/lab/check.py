@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mlaflash import oracle
+from mlaflash import combine, oracle
 from mlaflash.errors import (
     EmulatorError,
     InvalidArgumentError,
@@ -19,8 +19,8 @@ from mlaflash.errors import (
 )
 from mlaflash.lab.compare import Comparison, compare, tolerance
 from mlaflash.lab.inputs import Case, build
-from mlaflash.lab.space import SPACES, check_axes, merge_splits
-from mlaflash.lab.target import Target, built_key, no_progress, read_problem
+from mlaflash.lab.space import SPACES, check_axes
+from mlaflash.lab.target import Target, built_key, call_name, no_progress, read_problem
 from mlaflash.problem import Problem
 from mlaflash.schedule import KERNELS, MMA_KERNELS, Launch
 from mlaflash.tiles import KernelConfig
@@ -214,7 +214,7 @@ def _results(
     for name, group in by_case:
         # What one problem holds is let go before the next: some are large.
         arguments = inputs.pop(name)
-        expected_out, expected_lse = oracle.mla_verify(**arguments)
+        expected_out, expected_lse = getattr(oracle, call_name(arguments))(**arguments)
         loaded = target.load(arguments)
         for done, (run, steps) in group:
             progress("checking", done, len(planned))
@@ -253,7 +253,7 @@ def describe(comparison: Comparison) -> str:
 def _splits(cases: Sequence[Case], nsplit: int | None) -> Iterator[int]:
     """Choose the splits that `combine` merges in each problem: in turn, for each dtype, all the ways it is compiled."""
     seen: Counter[str] = Counter()
-    turns = merge_splits()
+    turns = combine.merge_splits()
     for case in cases:
         yield turns[seen[case.dtype] % len(turns)] if nsplit is None else nsplit
         seen[case.dtype] += 1

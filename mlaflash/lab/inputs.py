@@ -23,6 +23,7 @@ GARBAGE_ID = 2_147_480_000
 SCORE_SPREAD = 2.0
 COMMON_SHARE = 0.5
 MAX_REACH = 4
+HOLES = 0.125
 
 _DTYPES: dict[str, npt.DTypeLike] = {
     "float32": np.float32,
@@ -65,6 +66,9 @@ class Case:
         Hand q and the cache over as pairs of two arrays.
     new_kv : bool
         Hand the last q_len tokens over apart from the cache.
+    topk : int
+        Entries of each query token's list of its request's tokens, for `mla_sparse`; 0 is a `mla_verify` call. Lists
+        know no mask.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Case:
     addressing: Addressing = "indices"
     paired: bool = False
     new_kv: bool = False
+    topk: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what no input can be built for."""
@@ -99,6 +104,11 @@ class Case:
         for name in ("heads", "page_size"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.topk < 0 or (self.topk and (self.mask != "none" or self.addressing != "indices" or self.new_kv)):
+            raise InvalidArgumentError(
+                f"topk is {self.topk}, mask {self.mask!r}, addressing {self.addressing!r} and new_kv {self.new_kv}; "
+                "topk must be at least 0, and lists take mask 'none', addressing 'indices' and no new_kv."
+            )
         if self.dtype not in _DTYPES:
             raise UnsupportedError(f"dtype is {self.dtype!r}; it must be one of {', '.join(_DTYPES)}.")
         for name, allowed in _ALLOWED.items():
@@ -120,18 +130,19 @@ class Case:
     @property
     def macs(self) -> int:
         """Multiply-adds of a kernel that skips nothing: 576 + 512 for each row and token."""
-        pairs = sum(q_len * kv_len for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True))
+        pairs = sum(q_len * (self.topk or kv_len) for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True))
         return pairs * self.heads * (D + DL)
 
 
 def build(case: Case, seed: int) -> dict[str, Any]:
-    """Return the arguments of one `mla_verify` call, in NumPy.
+    """Return the arguments of one `mla_verify` call, or of one `mla_sparse` call where the case has lists, in NumPy.
 
     Values look like a model's: the rows of the cache share a common vector, and q is scaled so that
     the scores of one row spread by about `SCORE_SPREAD`, a softmax that is neither flat nor
     one-hot. Poison lies wherever nothing may be read from: NaN in every slot past a length and in
     slots of no request (slot 0 included), ids of 2,147,480,000 past the pages that a request needs,
-    NaN in the rows of `new_kv` that have no token. Pages are shuffled.
+    NaN in the rows of `new_kv` that have no token. Pages are shuffled. Lists have entries of -1 anywhere, slots twice,
+    and garbage behind their lengths; NaN lies in every slot that no list names.
 
     Parameters
     ----------
@@ -159,6 +170,18 @@ def build(case: Case, seed: int) -> dict[str, Any]:
     ]
     pool, page_size, tables = _fill_pool(case, cached_lens, rng, common, dtype)
 
+    if case.topk:
+        indices, topk_lens = _lists(case, page_size, tables, rng)
+        named = indices[(np.arange(case.topk) < topk_lens[:, None]) & (indices >= 0)]
+        pool.reshape(-1, D)[np.setdiff1d(np.arange(pool.shape[0] * page_size), named)] = np.nan
+        return {
+            "q": _split(q) if case.paired else q,
+            "kv_cache": _split(pool) if case.paired else pool,
+            "indices": indices,
+            "topk_lens": topk_lens,
+            "sm_scale": case.sm_scale,
+            "logit_cap": case.logit_cap,
+        }
     arguments: dict[str, Any] = {
         "q": _split(q) if case.paired else q,
         "kv_cache": _split(pool) if case.paired else pool,
@@ -228,6 +251,24 @@ def _addresses(case: Case, tables: list[Array]) -> dict[str, Array]:
         "kv_indptr": _indptr([len(ids) for ids in listed]),
         "kv_indices": np.concatenate([*listed, [GARBAGE_ID]]).astype(case.id_dtype),
     }
+
+
+def _lists(case: Case, page_size: int, tables: list[Array], rng: np.random.Generator) -> tuple[Array, Array]:
+    """Return the slots that each query token lists, and how many of them count: none of the second, all of the first.
+
+    Of the first 16 entries of every third token none is a slot: a whole tile of the tensor-core kernels.
+    """
+    entries = []
+    for table, q_len, kv_len in zip(tables, case.q_lens, case.kv_lens, strict=True):
+        token = rng.integers(0, max(kv_len, 1), (q_len, case.topk))
+        slots = table[token // page_size] * page_size + token % page_size if kv_len else np.full_like(token, -1)
+        entries.append(np.where(rng.random(slots.shape) < HOLES, -1, slots))
+    indices = np.concatenate([np.empty((0, case.topk), np.int64), *entries])
+    indices[2::3, :16] = -1
+    lens = rng.integers(0, case.topk + 1, len(indices))
+    lens[0:1], lens[1:2] = case.topk, 0
+    indices[np.arange(case.topk) >= lens[:, None]] = GARBAGE_ID
+    return indices.astype(case.id_dtype), lens.astype(np.int32)
 
 
 def _mask(case: Case, rng: np.random.Generator) -> str | TreeMask:

@@ -15,7 +15,7 @@ from mlaflash.lab.inputs import Case, MaskKind
 
 KIMI_K2_SM_SCALE: Final = 0.14468
 DEEPSEEK_V3_SM_SCALE: Final = 0.13523
-MAX_EMULATOR_MACS: Final = 25_000_000
+MAX_EMULATOR_MACS: Final = 26_000_000
 
 _DEVICE_KINDS = ("gpu", "emulator")
 
@@ -254,5 +254,17 @@ def _corners(*, heads: int, sm_scale: float) -> list[Case]:
             dtype="bfloat16",
             mask="dense",
             addressing="dense",
+        ),
+        Case(
+            name=f"lists-h{heads}-bfloat16",
+            q_lens=(3, 1),
+            kv_lens=(40, 9),
+            heads=heads,
+            sm_scale=sm_scale,
+            page_size=4,
+            dtype="bfloat16",
+            mask="none",
+            id_dtype="int64",
+            topk=18,
         ),
     ]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mlaflash import combine
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.mma_tiles import MmaNarrowConfig, MmaRolesConfig, MmaWideConfig
 from mlaflash.schedule import MMA_KERNELS
@@ -173,14 +172,6 @@ def all_axes() -> list[Axis]:
         for axis in space.axes:
             axes.setdefault(axis.name, axis)
     return list(axes.values())
-
-
-def merge_splits() -> list[int]:
-    """List numbers of splits that cover all the ways `combine` is compiled, the smallest of each."""
-    first: dict[int, int] = {}
-    for splits in range(2, combine.MAX_SPLITS):
-        first.setdefault(combine.split_warps(splits), splits)
-    return list(first.values())
 
 
 def check_axes(kernels: Sequence[str], names: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,6 +13,7 @@ import numpy as np
 from mlaflash.device import Device, gpu_available
 from mlaflash.errors import CompileError, LaunchError, MissingDependencyError, MlaFlashError, NoDeviceError
 from mlaflash.interop import numpy_view
+from mlaflash.jit import compiler_threads
 from mlaflash.lab.timing import Timing, measure
 from mlaflash.masks import TreeMask
 from mlaflash.problem import Problem
@@ -22,7 +22,6 @@ from mlaflash.settings import settings
 from mlaflash.tiles import KernelConfig
 
 DEFAULT_ARCH = "sm_120"
-MAX_COMPILERS = 8
 
 Kind = Literal["gpu", "emulator"]
 Built = tuple[str, frozenset[tuple[str, int]]]
@@ -137,7 +136,25 @@ def read_problem(arguments: Mapping[str, Any]) -> Problem:
     ----------
     arguments : mapping of str to Any
     """
-    return Problem.from_arrays(numpy_view, **arguments)
+    return _reader(arguments)(numpy_view, **arguments)
+
+
+def call_name(arguments: Mapping[str, Any]) -> str:
+    """Name the call that takes these arguments.
+
+    Parameters
+    ----------
+    arguments : mapping of str to Any
+
+    Returns
+    -------
+    {"mla_sparse", "mla_verify"}
+    """
+    return "mla_sparse" if "indices" in arguments else "mla_verify"
+
+
+def _reader(arguments: Mapping[str, Any]) -> Callable[..., Problem]:
+    return Problem.from_lists if call_name(arguments) == "mla_sparse" else Problem.from_arrays
 
 
 def build_all(
@@ -182,11 +199,6 @@ def build_all(
     return failures
 
 
-def compiler_threads() -> int:
-    """Compilations that run side by side."""
-    return min(os.cpu_count() or 1, MAX_COMPILERS)
-
-
 def built_key(launch: Launch) -> Built:
     """Tell apart what has to be compiled apart."""
     return launch.kernel, frozenset(launch.defines.items())
@@ -216,7 +228,7 @@ class EmulatorTarget(Target):
         from mlaflash import emulator
 
         reports: list[Any] = []
-        out, lse = emulator.mla_verify(
+        out, lse = getattr(emulator, call_name(loaded))(
             **loaded, kernel=kernel, tiles=config, budget=self.device.arch, validate=True, seed=seed, reports=reports
         )
         kv_bytes = sum(
@@ -261,10 +273,12 @@ class GpuTarget(Target):
         """Make one checked verify call; `seed` changes nothing here."""
         import cupy
 
-        from mlaflash.attention import mla_verify
+        from mlaflash.attention import prepare
 
         try:
-            out, lse = mla_verify(**loaded, kernel=kernel, tiles=config, validate=True)
+            call = prepare(**loaded, kernel=kernel, tiles=config, validate=True, read=_reader(loaded))
+            call.launch()
+            out, lse = call.results()
             return Result(out.get(), lse.get(), None)
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
             raise _launch_error(kernel, config, error) from error
@@ -282,7 +296,7 @@ class GpuTarget(Target):
         from mlaflash.attention import prepare
 
         try:
-            call = prepare(**loaded, kernel=kernel, tiles=config)
+            call = prepare(**loaded, kernel=kernel, tiles=config, read=_reader(loaded))
             return measure(call.launch, self.device, samples=samples)
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
             raise _launch_error(kernel, config, error) from error
@@ -296,6 +310,28 @@ class GpuTarget(Target):
         except cupy.cuda.runtime.CUDARuntimeError:
             return False
         return True
+
+
+def device_or_default(arch: str | None = None) -> Device:
+    """Choose whose limits count where nothing runs.
+
+    Parameters
+    ----------
+    arch : str or None
+        None is ``MLAFLASH_ARCH``, else the GPU's own, else sm_120.
+
+    Returns
+    -------
+    Device
+        The GPU itself, or the usual card of an architecture.
+    """
+    arch = arch or settings().arch
+    if arch is not None:
+        return Device.for_arch(arch)
+    try:
+        return Device.current()
+    except (MissingDependencyError, NoDeviceError):
+        return Device.for_arch(DEFAULT_ARCH)
 
 
 def select_target(choice: str, arch: str | None = None) -> tuple[Target, str]:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from mlaflash import cost, mask_pack
+from mlaflash import combine, cost, mask_pack
 from mlaflash.device import Device
 from mlaflash.errors import CompileError, UnsupportedError
-from mlaflash.interop import numpy_view
-from mlaflash.jit import CompiledKernel, compile_cached
+from mlaflash.jit import CompiledKernel, compile_cached, compiler_threads
+from mlaflash.kv import compact, move
 from mlaflash.lab.inputs import Case, build
-from mlaflash.lab.space import SPACES, merge_splits
-from mlaflash.lab.target import compiler_threads, no_progress
+from mlaflash.lab.space import SPACES
+from mlaflash.lab.target import Built, built_key, no_progress, read_problem
 from mlaflash.mma_tiles import feature_defines
 from mlaflash.params import DTYPE_CODES
 from mlaflash.problem import Problem
-from mlaflash.schedule import KERNELS, MMA_KERNELS, plan
-from mlaflash.tiles import KernelConfig
+from mlaflash.schedule import CHUNK_TOKENS, KERNELS, MMA_KERNELS, Launch, deterministic_config, plan
+from mlaflash.tiles import KernelConfig, list_defines
 
-COMPILED: Final = (*KERNELS, "combine", "mask")
+COMPILED: Final = (*KERNELS, "combine", "mask", "compact", "move")
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
-_FEATURES: Final = frozenset(name.lower() for name in feature_defines(0, False, False))
+_FEATURES: Final = frozenset(name.lower() for name in {**feature_defines(0, False, False), **list_defines(True)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,43 +189,48 @@ def variants(
         The architecture is unknown.
     """
     device = Device.for_arch(arch)
-    found: dict[tuple[str, frozenset[tuple[str, int]]], Variant] = {}
+    found: dict[Built, Variant] = {}
     refused: dict[str, None] = {}
     # Plans come from the same code as a call's: what is compiled here is what a call looks for.
-    for kernel, problem, config, is_shipped in _calls(device, dtypes, out_dtypes, every_tile):
+    for call in _calls(device, dtypes, out_dtypes, every_tile):
         try:
-            launches = plan(problem, device, kernel=kernel, tiles=config).launches
+            launches = plan(
+                call.problem, device, kernel=call.kernel, tiles=call.config, deterministic=call.deterministic
+            ).launches
         except UnsupportedError as error:
             refused.setdefault(str(error))
             continue
         for launch in launches:
             # A kernel of another name than the plan's, `combine` apart, is a form of the planned one.
-            if (launch.kernel if launch.kernel in COMPILED else kernel) not in kernels:
+            if (launch.kernel if launch.kernel in COMPILED else call.kernel) not in kernels:
                 continue
-            variant = Variant(
-                launch.kernel,
-                arch,
-                form(launch.kernel, launch.defines),
-                dict(launch.defines),
-                launch.shared_bytes,
-                device.shared_per_block,
-                is_shipped,
-            )
-            found.setdefault((launch.kernel, frozenset(launch.defines.items())), variant)
-    if "mask" in kernels:
-        for source_format in mask_pack.FORMAT_CODES:
-            defines = mask_pack.defines(source_format)
-            variant = Variant(
-                "mask",
-                arch,
-                form("mask", defines),
-                defines,
-                mask_pack.shared_bytes(source_format),
-                device.shared_per_block,
-            )
-            found.setdefault(("mask", frozenset(defines.items())), variant)
+            found.setdefault(built_key(launch), variant(launch, device, is_shipped=call.is_shipped))
+    for launch in (*mask_pack.every_launch(), *compact.every_launch(), *move.every_launch()):
+        if launch.kernel in kernels:
+            found[built_key(launch)] = variant(launch, device)
     order = {kernel: place for place, kernel in enumerate(COMPILED)}
     return sorted(found.values(), key=lambda variant: order.get(variant.kernel, -1)), list(refused)
+
+
+def variant(launch: Launch, device: Device, *, is_shipped: bool = True) -> Variant:
+    """Return what has to be compiled for a launch.
+
+    Parameters
+    ----------
+    launch : Launch
+    device : Device
+    is_shipped : bool
+        As in `Variant`.
+    """
+    return Variant(
+        launch.kernel,
+        device.arch,
+        form(launch.kernel, launch.defines),
+        dict(launch.defines),
+        launch.shared_bytes,
+        device.shared_per_block,
+        is_shipped,
+    )
 
 
 def compile_all(
@@ -267,36 +272,54 @@ def _compile(variant: Variant) -> Compilation:
         return Compilation(variant, None, str(error))
 
 
-def _calls(
-    device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], every_tile: bool
-) -> Iterator[tuple[str, Problem, KernelConfig | None, bool]]:
-    """List calls that together need every form: kernel, problem, constants, and whether a call chooses these."""
-    splits = [1, *merge_splits()]
-    candidates: list[tuple[str, Problem, KernelConfig | None, bool]] = []
+@dataclass(frozen=True, slots=True)
+class _Call:
+    kernel: str
+    problem: Problem
+    config: KernelConfig | None
+    is_shipped: bool = True
+    deterministic: bool = False
+
+
+def _calls(device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], every_tile: bool) -> Iterator[_Call]:
+    """List calls that together need every form."""
+    splits = [1, *combine.merge_splits()]
+    candidates: list[_Call] = []
     for dtype in dtypes:
         for out_dtype in dict.fromkeys(out_dtypes or (dtype, "float32")):
             for features in itertools.product((False, True), repeat=len(_FEATURES)):
+                soft_cap, new_kv, split_kv, sparse = features
+                if sparse and new_kv:
+                    continue  # there is no such call
                 problem = _problem(dtype, out_dtype, *features)
                 for kernel in KERNELS:
                     if kernel in MMA_KERNELS and dtype == "float32":
                         continue  # nothing that a user could do about it
-                    if kernel not in MMA_KERNELS and any(features):
+                    if kernel not in MMA_KERNELS and (soft_cap or new_kv or split_kv):
                         continue  # run-time arguments there
                     space = SPACES.get(kernel)
-                    for config in _shipped(kernel, problem, device):
-                        yield kernel, problem, config, True
+                    shipped = _shipped(kernel, problem, device)
+                    if not shipped and not sparse:  # by its name alone
+                        candidates.append(_Call(kernel, problem, None, is_shipped=False))
+                    for config in shipped:
+                        yield _Call(kernel, problem, config)
                         if space is not None and space.axes and config is not None:
                             for nsplit in splits:
-                                yield kernel, problem, space.change(config, {"nsplit": nsplit}), True
+                                yield _Call(kernel, problem, space.change(config, {"nsplit": nsplit}))
                     if every_tile and space is not None and space.axes and out_dtype == dtype and not any(features):
                         tiles = space.candidates("gpu", {"nsplit": [1]})
-                        candidates += [(kernel, problem, config, False) for config in tiles]
+                        candidates += [_Call(kernel, problem, config, is_shipped=False) for config in tiles]
+                fixed = deterministic_config(dtype).kernel
+                if not sparse and (fixed in MMA_KERNELS or not any(features)):
+                    for chunks in (1, 9):  # both forms of the merge
+                        bounded = replace(problem, max_kv_len=chunks * CHUNK_TOKENS)
+                        yield _Call(fixed, bounded, None, deterministic=True)
     # Behind all others: a form that is shipped and a candidate too is shipped.
     yield from candidates
 
 
-def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv: bool) -> Problem:
-    """Make a small problem with the features of `feature_defines`."""
+def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv: bool, sparse: bool) -> Problem:
+    """Make a small problem with the features of `feature_defines`, or of `list_defines`."""
     case = Case(
         name="variants",
         q_lens=(1,),
@@ -307,15 +330,17 @@ def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv:
         logit_cap=30.0 if soft_cap else 0.0,
         new_kv=new_kv,
         paired=split_kv,
+        mask="none" if sparse else "causal",
+        topk=2 if sparse else 0,
     )
     arguments = build(case, 0)
     if split_kv:
         arguments["kv_cache"] = tuple(np.ascontiguousarray(part) for part in arguments["kv_cache"])
-    return Problem.from_arrays(numpy_view, out_dtype=out_dtype, **arguments)
+    return read_problem(arguments | {"out_dtype": out_dtype})
 
 
 def _shipped(kernel: str, problem: Problem, device: Device) -> list[KernelConfig | None]:
     """List the constants that a call chooses; None where there are none to choose."""
     if kernel in MMA_KERNELS:
-        return [c.config for c in cost.fitting_classes(device) if c.config.kernel == kernel]
+        return [c.config for c in cost.fitting_classes(device, problem.is_sparse) if c.config.kernel == kernel]
     return [plan(problem, device, kernel=kernel).config] if SPACES[kernel].axes else [None]

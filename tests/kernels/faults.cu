@@ -182,6 +182,22 @@ DEVICE void mbarrier_unordered_init(const VerifyParams& p) {
   mbarrier_arrive(shared_base());
 }
 
+DEVICE void mbarrier_gone(const VerifyParams& p) {
+  if (thread_idx()) return;
+  mbarrier_init(shared_base(), 1);
+  if (p.wrong) mbarrier_inval(shared_base());
+  mbarrier_arrive(shared_base());
+}
+// Warp 1 may still wait when the mbarrier ends.
+DEVICE void mbarrier_ends_early(const VerifyParams& p) {
+  if (thread_idx() == 0) mbarrier_init(shared_base(), 1);
+  block_sync();
+  if (warp_idx() == 1) mbarrier_wait(shared_base(), 0);
+  if (thread_idx() == 0) mbarrier_arrive(shared_base());
+  if (!p.wrong) block_sync();
+  if (thread_idx() == 0) mbarrier_inval(shared_base());
+}
+
 DEVICE void named_barrier_count(const VerifyParams& p) { named_barrier_sync(1, p.wrong && warp_idx() ? 32 : 64); }
 DEVICE void named_barrier_twice(const VerifyParams& p) {
   if (warp_idx() == 0) {
@@ -313,5 +329,9 @@ KERNEL(mlaflash_faults, 64, 1) {
       return deep_stack(p);
     case 34:
       return different_uniform(p);
+    case 35:
+      return mbarrier_gone(p);
+    case 36:
+      return mbarrier_ends_early(p);
   }
 }

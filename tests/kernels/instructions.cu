@@ -76,6 +76,12 @@ DEVICE void global_copies(const VerifyParams& p) {
       st_global_u16(bytes_of(p.out, 2 * t),
                     (u16)(ld_global_u8(bytes_of(p.a, 2 * t)) | ld_global_u8(bytes_of(p.a, 2 * t + 1)) << 8));
       break;
+    case 16:
+      st_global_u8(bytes_of(p.out, t), ld_global_u8(bytes_of(p.a, t)));
+      break;
+    case 17:
+      st_global_u64(bytes_of(p.out, 8 * t), ld_global_u64(bytes_of(p.a, 8 * t)));
+      break;
   }
 }
 
@@ -194,6 +200,9 @@ DEVICE void arithmetic(const VerifyParams& p) {
     case 7:
       result = keep_in_register((u32)(mad_wide_i32((i32)a, (i32)b, (i64)a << 20) >> 32));
       break;
+    case 8:
+      result = as_u32(ceil_f32(x));
+      break;
   }
   st_global_u32(bytes_of(p.out, 4 * i), result);
 }
@@ -280,6 +289,21 @@ DEVICE void async_ring(const VerifyParams& p) {
   }
   // The consumers need not have seen the last tiles: their mbarriers say when.
   cp_async_wait_all();
+}
+
+// The same ring twice, over memory that holds something else in between.
+DEVICE void rings_in_turn(const VerifyParams& p) {
+  async_ring(p);
+  block_sync();  // orders the waits before the ends of the mbarriers
+  if (thread_idx() == 0) {
+    for (u32 slot = 0; slot < RING_SLOTS; slot++) {
+      mbarrier_inval(shared_base() + RING_FULL + 8 * slot);
+      mbarrier_inval(shared_base() + RING_EMPTY + 8 * slot);
+      st_shared_u32(shared_base() + RING_FULL + 8 * slot, 7);
+    }
+  }
+  block_sync();  // orders the ends of the mbarriers before their second beginning
+  async_ring(p);
 }
 
 // One thread fills the ring, in two copies a tile.
@@ -429,5 +453,7 @@ KERNEL(mlaflash_instructions, 256, 1) {
       return hints(p);
     case 17:
       return async_words(p);
+    case 18:
+      return rings_in_turn(p);
   }
 }
