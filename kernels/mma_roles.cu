@@ -61,7 +61,7 @@ struct Smem {
   static constexpr u32 RECIPROCALS = HANDOVER + 2 * FRAGMENT_BYTES;  // float32 [ROWS] of the sums of weights
   static constexpr u32 VIEWS = RECIPROCALS + ROWS * 4;     // [ROWS]: visible_end() of a row, and its query token
   static constexpr u32 COLUMNS = VIEWS + ROWS * 8;         // u32 [MASK_WORDS] mask columns that any row sees
-  static constexpr u32 SOURCE = COLUMNS + MASK_WORDS * 4;  // struct Source without its end, NEW_KV
+  static constexpr u32 SOURCE = COLUMNS + MASK_WORDS * 4;  // struct Source without its end, SOURCE_IN_SHARED
   static constexpr u32 TAIL_BEGIN = SOURCE + 16;           // i32: the mask columns begin here
   static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;       // i32: every row sees every token of the tiles before
   static constexpr u32 ITEM = MASKED_FROM + 4;             // i32, PLANNED: what the block works on
@@ -139,16 +139,18 @@ DEVICE Source make_source(const VerifyParams& p, const Piece& piece) {
   return {end, begin, first_id, r.kv_len - r.q_len, r.q_begin - (r.kv_len - r.q_len)};
 }
 
-// NEW_KV leaves no registers for more than its end.
+// A row in two pieces, or of two places, leaves no registers for more than its end.
+constexpr bool SOURCE_IN_SHARED = NEW_KV || SPLIT_KV;
+
 DEVICE void publish_source(const Piece& piece, u32 smem) {
   const Request& r = piece.request;
   const i32 new_begin = r.kv_len - r.q_len;
-  if (NEW_KV)
+  if (SOURCE_IN_SHARED)
     st_shared_u32x4(smem + Smem::SOURCE,
                     {(u32)piece.begin, (u32)r.id_begin, (u32)new_begin, (u32)(r.q_begin - new_begin)});
 }
 DEVICE Source load_source(const Source& s, u32 smem) {
-  if (!NEW_KV) return s;
+  if (!SOURCE_IN_SHARED) return s;
   const u32x4 x = ld_shared_u32x4(smem + Smem::SOURCE);
   return {s.end, (i32)x.x, (i32)x.y, (i32)x.z, (i32)x.w};
 }
@@ -438,9 +440,9 @@ DEVICE void weigh(u32 (&weights)[4], const float (&s)[2][4], Scorer& scorer) {
   }
 }
 
-DEVICE void hand_over(const u32 (&weights)[4], bool raised, const Scorer& scorer, u32 smem, u32 turn_offset) {
-  const u32 buffer = smem + Smem::HANDOVER + turn_offset;
-  st_shared_u32x4(scorer.fragments + Smem::WEIGHTS + turn_offset, {weights[0], weights[1], weights[2], weights[3]});
+DEVICE void hand_over(const u32 (&weights)[4], bool raised, const Scorer& scorer, u32 smem, u32 weights_offset) {
+  const u32 buffer = smem + Smem::HANDOVER + weights_offset;
+  st_shared_u32x4(scorer.fragments + Smem::WEIGHTS + weights_offset, {weights[0], weights[1], weights[2], weights[3]});
   if (lane_idx_anew() == 0) st_shared_u32(buffer + Smem::RAISED + scorer.warp * 4, raised);
   warp_sync();  // orders the lanes' writes before the arrival
   if (lane_idx_anew() == 0) mbarrier_arrive(buffer + Smem::READY);
@@ -490,9 +492,8 @@ DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
     raised = warp_any(maxima[0] > softmax.base[0] + RESCALE_ABOVE || maxima[1] > softmax.base[1] + RESCALE_ABOVE);
   }
   if (PRODUCTS) multiply_q_k<MAXIMA_AT, RAISE_AT>(s, scorer, operands, keys, 0);
-  if (PRODUCTS)
-    mbarrier_wait(ring + next + Smem::FULL,
-                  stage_parity(has_next ? token + TILE : token));  // orders the copies before the reads
+  // Orders the copies of the next tile before its reads.
+  if (PRODUCTS) mbarrier_wait(ring + next + Smem::FULL, stage_parity(has_next ? token + TILE : token));
   u32 weights[4];
   if (WEIGHTS) {
     // Orders the value warps' reads of the weights of two tiles ago before the writes.
@@ -674,8 +675,8 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     // The stage takes the tile that is STAGES ahead. What is copied is also waited for, so no copy is in flight when
     // the block ends.
     const i32 tile_token = token + STAGES * TILE;
-    // Found before the wait, which hides how long that takes; but two rows of two kinds leave no registers for it.
-    constexpr bool EARLY = !(NEW_KV && SPLIT_KV);
+    // Found before the wait, which hides how long that takes; but two addresses leave no registers for it.
+    constexpr bool EARLY = !SPLIT_KV;
     KvRow row = {};
     if (EARLY) row = source_row(p, load_source(source, smem), tile_token, page_id, copy_share());
     if (tile_token < source.end) {

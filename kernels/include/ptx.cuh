@@ -22,6 +22,7 @@ DEVICE int thread_idx_anew() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
   return v;
 }
+// Of the lane in its warp, likewise.
 DEVICE int lane_idx_anew() {
   int v;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(v));
