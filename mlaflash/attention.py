@@ -105,7 +105,7 @@ def mla_verify(
         `tail_lens` gives it by its columns, else it is T.
     max_kv_len : int, optional
         Longest request; by default what the page table can address. No length is read from the device.
-    kernel : {"naive", "tile", "mma_narrow", "mma_wide"}, optional
+    kernel : {"naive", "tile", "mma_narrow", "mma_wide", "mma_roles"}, optional
         By default (or ``"auto"``) chosen: a tensor-core kernel where q is 16-bit, every row starts on 16 bytes, strides
         are below 2**31 elements and a TreeMask has at most 1,024 columns; else `tile`.
     tiles : KernelConfig, optional

@@ -21,7 +21,7 @@ from typing import Final
 from mlaflash import combine
 from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, TILE, MmaNarrowConfig, MmaWideConfig
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, TILE, MmaKernelConfig
 from mlaflash.params import DL, D
 
 TOKENS_PER_SPLIT: Final = 64
@@ -95,7 +95,7 @@ class RowClass:
 
     Attributes
     ----------
-    config : MmaNarrowConfig or MmaWideConfig
+    config : MmaKernelConfig
     start_us : float
         From a block's first instruction to its first tile, and from its last to its end.
     tile_clocks : float
@@ -106,23 +106,38 @@ class RowClass:
         Clocks that a tile occupies the path to shared memory.
     blocks_per_sm : int
         Blocks that share a multiprocessor, and with it these times.
+    least_capability : tuple of int
+        Of GPUs that it is chosen for: on older ones it takes more registers than a thread has.
+    takes_lists : bool
+        Whether it does attention over lists of slots.
     """
 
-    config: MmaNarrowConfig | MmaWideConfig
+    config: MmaKernelConfig
     start_us: float
     tile_clocks: float
     mma: int
     shared_clocks: float
     blocks_per_sm: int = 1
+    least_capability: tuple[int, int] = (8, 0)
+    takes_lists: bool = True
 
 
 ROW_CLASSES: Final = (
     RowClass(NARROW, start_us=5.8, tile_clocks=832, mma=136, shared_clocks=592),
     RowClass(ROWS_32, start_us=7.2, tile_clocks=1253, mma=272, shared_clocks=690),
     RowClass(ROWS_32_PAIR, start_us=7.2, tile_clocks=2390, mma=544, shared_clocks=1380, blocks_per_sm=2),
+    RowClass(
+        ROWS_64_ROLES,
+        start_us=9.8,
+        tile_clocks=1620,
+        mma=544,
+        shared_clocks=884,
+        least_capability=(9, 0),
+        takes_lists=False,
+    ),
     RowClass(ROWS_64, start_us=9.8, tile_clocks=1700, mma=544, shared_clocks=1360),
 )
-"""Configurations to choose from, fewest rows first."""
+"""Configurations to choose from, fewest rows first; of equal times the first one is taken."""
 
 # Where the tensor cores are the limit, as on no GPU that was measured, the chain around them still costs some time.
 _MMA_OVERHEAD = 1.2
@@ -134,7 +149,7 @@ class Choice:
 
     Attributes
     ----------
-    config : MmaNarrowConfig or MmaWideConfig
+    config : MmaKernelConfig
         Constants of the split kernel.
     num_splits : int
         Splits of each request's KV; 1 writes the result directly.
@@ -144,7 +159,7 @@ class Choice:
         What decided, for people.
     """
 
-    config: MmaNarrowConfig | MmaWideConfig
+    config: MmaKernelConfig
     num_splits: int
     predicted_us: float
     reasons: tuple[str, ...]
@@ -160,6 +175,7 @@ def choose(
     partial_bytes: int = 2,
     max_splits: int = combine.MAX_SPLITS,
     row_tile: int | None = None,
+    is_sparse: bool = False,
     speed: Speed | None = None,
 ) -> Choice:
     """Choose the configuration and the number of splits with the least predicted time.
@@ -182,6 +198,8 @@ def choose(
         Upper bound of `num_splits`.
     row_tile : int or None
         Packed rows of a block, where they are given; None chooses.
+    is_sparse : bool
+        Whether each query token has a list of its slots.
     speed : Speed or None
         None is that of the data sheet.
 
@@ -206,7 +224,7 @@ def choose(
     if not allowed:
         known = ", ".join(str(c.config.rows) for c in ROW_CLASSES)
         raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
-    fitting = [c for c in fitting_classes(device) if c in allowed]
+    fitting = [c for c in fitting_classes(device, is_sparse) if c in allowed]
     if not fitting:
         least = min(c.config.shared_bytes() for c in allowed if c.blocks_per_sm == 1)
         raise TileError(
@@ -222,22 +240,26 @@ def choose(
     return Choice(row_class.config, splits, us, model.reasons(row_class, splits))
 
 
-def fitting_classes(device: Device) -> list[RowClass]:
+def fitting_classes(device: Device, is_sparse: bool = False) -> list[RowClass]:
     """List the configurations that `choose` takes on a device: as many blocks of each as it counts on fit an SM.
 
     Parameters
     ----------
     device : Device
+    is_sparse : bool
+        Whether each query token has a list of its slots.
     """
-    return [c for c in ROW_CLASSES if occupancy_blocks(c.config.shared_bytes(), device) >= c.blocks_per_sm]
+    capability = parse_arch(device.arch)[0]
+    allowed = [c for c in ROW_CLASSES if capability >= c.least_capability and c.takes_lists >= is_sparse]
+    return [c for c in allowed if occupancy_blocks(c.config.shared_bytes(), device) >= c.blocks_per_sm]
 
 
-def start_tiles(config: MmaNarrowConfig | MmaWideConfig, device: Device) -> int:
+def start_tiles(config: MmaKernelConfig, device: Device) -> int:
     """Return what starting on another row tile costs a block that runs already, in KV tiles.
 
     Parameters
     ----------
-    config : MmaNarrowConfig or MmaWideConfig
+    config : MmaKernelConfig
     device : Device
     """
     row_class = min(ROW_CLASSES, key=lambda c: (c.config.rows != config.rows, c.config.threads != config.threads))

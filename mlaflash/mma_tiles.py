@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from mlaflash.checks import integer
 from mlaflash.errors import TileError
@@ -13,7 +13,7 @@ TILE: Final = 16
 """KV tokens of a tile, and rows of a tensor-core operand."""
 
 MAX_TAIL_LEN: Final = 1024
-"""Most mask columns of a request: `mma_wide` keeps one bit for each of them in shared memory."""
+"""Most mask columns of a request: kernels keep one bit for each of them in shared memory."""
 
 _ROW_PITCH: Final = 2 * D + 16
 _WARP: Final = 32
@@ -34,6 +34,10 @@ class MmaConfig(Protocol):
     @property
     def threads(self) -> int:
         """Threads of a block."""
+
+    @property
+    def nsplit(self) -> int | None:
+        """Splits of the KV; None is chosen from the problem and the device."""
 
     def defines(self) -> dict[str, int]:
         """Constants of the kernel without its element types and without `feature_defines`."""
@@ -65,7 +69,7 @@ class MmaWideConfig:
     """Constants of the `mma_wide` kernel, for 32 rows and more.
 
     `ROWS_64` and `ROWS_32` are the two that were measured to be best within 101,376 bytes; both take 8 warps. 64 rows
-    take all 255 registers of a thread, 32 rows about 190.
+    take all 255 registers of a thread, 32 rows about 190. For 64 rows `mma_roles` is faster.
 
     Parameters
     ----------
@@ -246,3 +250,83 @@ NARROW: Final = MmaNarrowConfig()
 
 NARROW_PAIR: Final = MmaNarrowConfig(kv_groups=1, exchange_buffers=1)
 """Row tiles of 16, two blocks an SM: 41,472 bytes. What deterministic calls take."""
+
+
+@dataclass(frozen=True, slots=True)
+class MmaRolesConfig:
+    """Constants of the `mma_roles` kernel, for 64 rows: 4 score warps and 8 value warps of at most 168 registers.
+
+    Parameters
+    ----------
+    stages : int
+        KV tiles in the ring, a power of two and at least 4: one or two are in use, the others on their way.
+    shared_steps : int
+        Of the 18 steps through a score warp's half of q, those that stay in shared memory for want of registers.
+    lookahead : int
+        Operand loads that a score warp issues ahead of the products that use them.
+    nsplit : int or None
+        Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
+        compiles nothing.
+
+    Raises
+    ------
+    TileError
+        Constants that `mma_roles.cu` is not built for.
+    InvalidArgumentError
+        `nsplit` is below 1.
+    """
+
+    stages: int = 4
+    shared_steps: int = 4
+    lookahead: int = 2
+    nsplit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
+        if self.stages not in (4, 8):
+            raise TileError(f"stages is {self.stages}; it must be 4 or 8, because q passes through four. Use 4.")
+        if not 0 <= self.shared_steps <= 5:
+            raise TileError(f"shared_steps is {self.shared_steps}; it must be 0 to 5. Use 4.")
+        if self.lookahead not in (1, 2):
+            raise TileError(f"lookahead is {self.lookahead}; it must be 1 or 2. Use 2.")
+        if self.nsplit is not None:
+            object.__setattr__(self, "nsplit", integer("nsplit", self.nsplit, 1))
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "mma_roles"
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of a block."""
+        return 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 12 * _WARP
+
+    def defines(self) -> dict[str, int]:
+        """Return STAGES, SHARED_STEPS and LOOKAHEAD."""
+        return {"STAGES": self.stages, "SHARED_STEPS": self.shared_steps, "LOOKAHEAD": self.lookahead}
+
+    def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
+        """Bytes of the ring, a part of q, partial scores, two buffers of weights, and of what masks and rows need."""
+        ring = self.stages * (TILE * _ROW_PITCH + 16)
+        q = 4 * self.shared_steps * 1024
+        exchange = 4 * 1024
+        handover = 2 * (4 * 512 + 512)
+        rows = self.rows * (4 + 8)
+        return ring + q + exchange + handover + rows + MAX_TAIL_LEN // 8 + 32
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the constants, and `nsplit` where it is set."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+ROWS_64_ROLES: Final = MmaRolesConfig()
+"""Row tiles of 64: 101,344 bytes, 168 registers."""
+
+MmaKernelConfig: TypeAlias = MmaNarrowConfig | MmaRolesConfig | MmaWideConfig
+"""Constants of any of these kernels."""

@@ -19,7 +19,7 @@ from mlaflash.interop import ArrayView, dtype_name, to_host
 from mlaflash.mask_formats import words_per_row
 from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
-from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaNarrowConfig, MmaWideConfig, feature_defines
+from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaKernelConfig, feature_defines
 from mlaflash.params import DL, MASK_CODES, new_params, numpy_dtype
 from mlaflash.problem import Problem, check_pages, element_type, soft_cap, vector
 from mlaflash.reuse import Reusable, Signature
@@ -95,7 +95,7 @@ class Work:
 
     Attributes
     ----------
-    config : MmaNarrowConfig or MmaWideConfig
+    config : MmaKernelConfig
     blocks : int
         Of the kernel that reads the KV, whatever the lengths: as many as run at once.
     row_tiles : int
@@ -106,7 +106,7 @@ class Work:
         For people.
     """
 
-    config: MmaNarrowConfig | MmaWideConfig
+    config: MmaKernelConfig
     blocks: int
     row_tiles: int
     start_tiles: int
@@ -121,7 +121,7 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
     capacity : Capacity
     device : Device
         Its limits count; a budget's too.
-    tiles : MmaNarrowConfig or MmaWideConfig, optional
+    tiles : MmaKernelConfig, optional
         Constants of the kernel; by default those with the least predicted time of a full plan.
 
     Raises
@@ -134,16 +134,17 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
     if tiles is None:
         choice = cost.choose(max(capacity.rows, 1), max(capacity.max_batch, 1), capacity.max_kv_len, device)
         config, reasons = choice.config, choice.reasons[:1]
-    elif isinstance(tiles, MmaNarrowConfig | MmaWideConfig):
+    elif isinstance(tiles, MmaKernelConfig):
         config, reasons = tiles, ("tiles as given",)
     else:
         raise InvalidArgumentError(
-            f"tiles is {tiles!r}; a plan takes MmaNarrowConfig or MmaWideConfig. Leave it out to have it chosen."
+            f"tiles is {tiles!r}; a plan takes MmaNarrowConfig, MmaWideConfig or MmaRolesConfig. Leave it out to have "
+            "it chosen."
         )
     config = replace(config, nsplit=None)
     check_shared(config, device, capacity.dtype)
     row_tiles = max(1, -(-capacity.rows // config.rows))
-    # A thread of these kernels takes up to 255 registers, so that an SM has room for 256.
+    # Threads of these kernels take up to 255 registers, so that an SM has room for 256, or for the 384 of `mma_roles`.
     blocks_per_sm = min(occupancy_blocks(config.shared_bytes(), device), max(1, 256 // config.threads))
     slots = min(device.num_sms * blocks_per_sm, MAX_WORK_BLOCKS)
     # Row tiles of one request side by side, each in step with the others: they share what they read.
@@ -327,7 +328,7 @@ class VerifyPlan:
         As in `mla_verify`.
     lse_base : {"e", "2"}
         As in `mla_verify`.
-    tiles : MmaNarrowConfig or MmaWideConfig, optional
+    tiles : MmaKernelConfig, optional
         Constants of the kernel; by default chosen by `mlaflash.cost`.
     budget : str, optional
         As in `mla_verify`.

@@ -17,15 +17,17 @@ from mlaflash.mma_tiles import (
     NARROW_PAIR,
     ROWS_32,
     ROWS_64,
+    ROWS_64_ROLES,
+    MmaKernelConfig,
     MmaNarrowConfig,
-    MmaWideConfig,
+    MmaRolesConfig,
     feature_defines,
 )
 from mlaflash.params import MASK_CODES, new_params, page_divisor
 from mlaflash.problem import Problem
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines, list_defines
 
-MMA_KERNELS = ("mma_narrow", "mma_wide")
+MMA_KERNELS = ("mma_narrow", "mma_wide", "mma_roles")
 KERNELS = ("naive", "tile", *MMA_KERNELS)
 
 NAIVE_SCORES_LIMIT = 1 << 30
@@ -152,7 +154,7 @@ def plan(
         return _plan_naive(problem, config)
     if isinstance(config, TileConfig):
         return _plan_tile(problem, config, device)
-    if isinstance(config, MmaNarrowConfig | MmaWideConfig):
+    if isinstance(config, MmaKernelConfig):
         return _plan_mma(problem, config, device)
     raise UnsupportedError(f"kernel {config.kernel!r} is not one of {', '.join(KERNELS)}.")
 
@@ -173,6 +175,8 @@ def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, de
         return NARROW
     if name == "mma_wide":
         return ROWS_32 if problem.max_q_len * problem.num_heads <= ROWS_32.rows else ROWS_64
+    if name == "mma_roles":
+        return ROWS_64_ROLES
     if name is None and mma_refusal(problem) is None:
         choice = mma_choice(problem, device)
         return replace(choice.config, nsplit=choice.num_splits)
@@ -199,6 +203,7 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
         device,
         partial_bytes=partial_bytes,
         row_tile=row_tile,
+        is_sparse=problem.is_sparse,
     )
 
 
@@ -259,10 +264,15 @@ def mma_refusal(problem: Problem) -> str | None:
     return None
 
 
-def _plan_mma(problem: Problem, config: MmaNarrowConfig | MmaWideConfig, device: Device) -> Schedule:
+def _plan_mma(problem: Problem, config: MmaKernelConfig, device: Device) -> Schedule:
     refusal = mma_refusal(problem)
     if refusal is not None:
         raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}. Use the kernel tile.")
+    if problem.is_sparse and isinstance(config, MmaRolesConfig):
+        raise UnsupportedError(
+            f"kernel {config.kernel!r} does not take lists of slots; mma_narrow and mma_wide do. Leave kernel and "
+            "tiles out to have them chosen."
+        )
     # One at least: the last request's blocks also write the padding behind it.
     row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))
     splits = config.nsplit or mma_choice(problem, device, config.rows).num_splits

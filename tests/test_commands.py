@@ -33,7 +33,7 @@ from mlaflash.lab.presets import cases
 from mlaflash.lab.space import SPACES
 from mlaflash.lab.target import EmulatorTarget, read_problem
 from mlaflash.lab.variants import COMPILED, compile_all, spell, variants
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES
 from mlaflash.problem import Problem
 from mlaflash.schedule import KERNELS, MMA_KERNELS, plan
 from mlaflash.tiles import KernelConfig, TileConfig, dtype_defines
@@ -185,7 +185,7 @@ def test_options_are_spelled_with_dashes() -> None:
 
 def configs_of(kernel: str) -> list[KernelConfig]:
     space = SPACES[kernel]
-    shipped = [c for c in (NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64) if c.kernel == kernel]
+    shipped = [c for c in (NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES) if c.kernel == kernel]
     found = [config for kind in ("gpu", "emulator") for config in space.candidates(kind, {})]
     return found + [space.change(config, {"nsplit": 3}) for config in shipped]
 
@@ -384,11 +384,11 @@ def test_rows_of_compile_tell_the_forms_apart() -> None:
 
 
 def test_the_shipped_tensor_core_kernels_keep_their_registers() -> None:
-    found, _ = variants("sm_120", ["bfloat16"], ["mma_narrow", "mma_wide"], out_dtypes=["bfloat16"])
+    found, _ = variants("sm_120", ["bfloat16"], ["mma_narrow", "mma_wide", "mma_roles"], out_dtypes=["bfloat16"])
     dense = [v for v in found if not v.config.get("sparse_ids")]
     plain = [v for v in dense if not v.config["soft_cap"] + v.config["new_kv"] + v.config["split_kv"]]
     full = [v for v in found if v.config["soft_cap"] * v.config["new_kv"] * v.config["split_kv"]]
-    assert len(plain) == len(full) == 4  # the deterministic one among them
+    assert len(plain) == len(full) == 5  # the deterministic one among them
     assert all(result.passed and not result.spills for result in compile_all([*plain, *full]))
 
 
@@ -487,7 +487,7 @@ def test_every_form_that_a_sparse_call_asks_for_is_compiled() -> None:
         if paired:
             arguments["kv_cache"] = cache[..., :512].copy(), cache[..., 512:].copy()
         for kernel in (None, *KERNELS):
-            if kernel in MMA_KERNELS and dtype == "float32":
+            if kernel == "mma_roles" or (kernel in MMA_KERNELS and dtype == "float32"):
                 continue
             for launch in plan(read_problem(arguments), Device.for_arch("sm_120"), kernel=kernel).launches:
                 form = (launch.kernel, *sorted(launch.defines.items()))

@@ -10,7 +10,7 @@ from mlaflash import combine
 from mlaflash.cost import ROW_CLASSES, TOKENS_PER_SPLIT, Speed, choose, speed_of
 from mlaflash.device import Device, apply_budget, occupancy_blocks
 from mlaflash.errors import InvalidArgumentError, TileError
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES
 
 H200 = replace(Device.for_arch("sm_90"), name="NVIDIA H200")
 PRO_6000 = Device.for_arch("sm_120")
@@ -47,13 +47,25 @@ def test_64_rows_take_taller_row_tiles_as_the_kv_grows():
 
 @pytest.mark.parametrize("kv_len", [24_576, 32_768, 65_536, 200_000])
 def test_64_rows_over_long_kv_take_one_row_tile(kv_len):
-    assert choose(64, 1, kv_len, H200).config is ROWS_64
+    assert choose(64, 1, kv_len, H200).config is ROWS_64_ROLES
 
 
 @pytest.mark.parametrize("device", [H200, PRO_6000], ids=lambda d: d.arch)
-@pytest.mark.parametrize(("rows", "config"), [(8, NARROW), (16, NARROW), (32, ROWS_32), (64, ROWS_64), (512, ROWS_64)])
+@pytest.mark.parametrize(
+    ("rows", "config"), [(8, NARROW), (16, NARROW), (32, ROWS_32), (64, ROWS_64_ROLES), (512, ROWS_64_ROLES)]
+)
 def test_full_batches_take_the_smallest_tile_that_holds_the_rows(rows, config, device):
     assert choose(rows, 32, 32_768, apply_budget(device, "sm_120")).config is config
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+def test_64_rows_take_mma_wide_on_older_gpus(arch):
+    assert choose(64, 32, 32_768, Device.for_arch(arch)).config is ROWS_64
+
+
+def test_64_rows_take_mma_wide_where_mma_roles_does_not_fit():
+    tight = replace(PRO_6000, shared_per_block=ROWS_64_ROLES.shared_bytes() - 1)
+    assert choose(64, 32, 32_768, tight).config is ROWS_64
 
 
 def test_32_rows_take_two_blocks_an_sm_where_they_fit():

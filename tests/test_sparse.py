@@ -12,7 +12,7 @@ from verify_cases import (
     assert_same,
     config_id,
     configs,
-    mma_configs,
+    list_configs,
     run_and_compare,
 )
 
@@ -27,7 +27,7 @@ from mlaflash.problem import Problem
 from mlaflash.schedule import plan
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
 
-CONFIGS = [*configs(), *mma_configs()]
+CONFIGS = [*configs(), *list_configs()]
 # Rings of other depths, and blocks whose half-warps copy two rows each.
 RINGS = [replace(NARROW_PAIR, nsplit=2), MmaNarrowConfig(1, 3, 2, nsplit=1), replace(ROWS_32_PAIR, nsplit=2)]
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -150,6 +150,11 @@ def test_no_query_tokens_launch_nothing(kernel: str) -> None:
     assert (out.shape, lse.shape, reports) == ((0, 8, 512), (0, 8), [])
 
 
+def test_mma_roles_takes_no_lists() -> None:
+    with pytest.raises(UnsupportedError, match="mma_narrow and mma_wide do"):
+        mla_sparse(**build(LISTS, 8), kernel="mma_roles")
+
+
 @pytest.mark.parametrize("kernel", ["tile", "mma_narrow", "mma_wide"])
 def test_any_strides_and_the_callers_outputs(kernel: str) -> None:
     arguments = build(LISTS, 9)
@@ -182,7 +187,7 @@ def test_pages_are_their_slots() -> None:
         assert_same(oracle.mla_sparse(**arguments), oracle.mla_sparse(**(arguments | {"kv_cache": cache})))
 
 
-@pytest.mark.parametrize("config", [NaiveConfig(), *mma_configs()], ids=config_id)
+@pytest.mark.parametrize("config", [NaiveConfig(), *list_configs()], ids=config_id)
 def test_a_nan_in_a_listed_row_is_not_lost(config: KernelConfig) -> None:
     arguments = build(replace(LISTS, q_lens=(1,), kv_lens=(60,)), 11)
     arguments["kv_cache"].reshape(-1, 576)[arguments["indices"].max()] = np.nan

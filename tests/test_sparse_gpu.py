@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from test_verify_gpu import to_gpu
-from verify_cases import LISTS, SCALE, SPARSE_CASES, assert_same, config_id, configs, mma_configs, run_and_compare
+from verify_cases import LISTS, SCALE, SPARSE_CASES, assert_same, config_id, configs, list_configs, run_and_compare
 
 import mlaflash
 from mlaflash import oracle
@@ -17,8 +17,8 @@ from mlaflash.mma_tiles import NARROW_PAIR, ROWS_32_PAIR
 from mlaflash.tiles import KernelConfig
 
 pytestmark = pytest.mark.gpu
-CONFIGS = [*configs(), *mma_configs(), replace(NARROW_PAIR, nsplit=2), replace(ROWS_32_PAIR, nsplit=2)]
-MMA = list(mma_configs())
+CONFIGS = [*configs(), *list_configs(), replace(NARROW_PAIR, nsplit=2), replace(ROWS_32_PAIR, nsplit=2)]
+MMA = list(list_configs())
 
 
 def mla_sparse(**arguments: Any) -> tuple[Any, Any]:

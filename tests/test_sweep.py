@@ -401,9 +401,9 @@ def test_a_kernel_that_is_added_is_swept_with_its_own_constants(monkeypatch: pyt
     assert [config.as_dict() for config in other.candidates("emulator", {"ht": [1]})] == [{"rows": 16}]
     assert other.change(Other(), {"rows": 64, "ht": 2}).as_dict() == {"rows": 64}
     assert "rows" in [found.name for found in space.all_axes()]
-    assert space.swept_kernels() == ["tile", "mma_narrow", "mma_wide", "other"]
+    assert space.swept_kernels() == ["tile", "mma_narrow", "mma_wide", "mma_roles", "other"]
     assert space.swept_kernels("float32", ["ht", "nsplit"]) == ["tile"]
-    assert space.swept_kernels("bfloat16", ["stages"]) == ["mma_narrow", "mma_wide"]
+    assert space.swept_kernels("bfloat16", ["stages"]) == ["mma_narrow", "mma_wide", "mma_roles"]
     with pytest.raises(InvalidArgumentError, match="--rows"):
         space.check_axes(["tile"], ["rows"])
 

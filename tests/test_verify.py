@@ -164,7 +164,7 @@ def test_what_combine_loads_was_written(config: KernelConfig, monkeypatch: pytes
     assert all(np.isfinite(partial).all() for partial in merged)
 
 
-@pytest.mark.parametrize("kernel", [None, "naive", "tile", "mma_narrow", "mma_wide"])
+@pytest.mark.parametrize("kernel", [None, "naive", "tile", "mma_narrow", "mma_wide", "mma_roles"])
 @pytest.mark.parametrize(
     "bound",
     [{"max_q_len": 0}, {"mask": TreeMask.from_packed(np.zeros((3, 0), np.uint32), 0)}, {}],

@@ -55,7 +55,7 @@ def test_every_kernel_of_a_call_of_at_most_a_shape_is_there(device: Device, feat
 def test_a_tree_that_no_tensor_core_kernel_takes_leaves_the_kernel_of_smaller_ones_too() -> None:
     shape = replace(SHAPE, q_len=2000, mask="tree")
     assert {launch.kernel for launch in call_launches(shape, DEVICES["sm_120"])} == {
-        *("tile", "combine", "mma_narrow", "mma_wide")
+        *("tile", "combine", "mma_narrow", "mma_wide", "mma_roles")
     }
 
 

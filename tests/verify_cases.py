@@ -1,6 +1,6 @@
 """Problems that every kernel must solve, shared by the tests on the emulator and on a GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from mlaflash import oracle
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.target import call_name
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64, ROWS_64_ROLES
 from mlaflash.schedule import MMA_KERNELS
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
 
@@ -93,11 +93,17 @@ def configs() -> Iterator[KernelConfig]:
     yield TileConfig(nsplit=5)
 
 
-def mma_configs() -> Iterator[KernelConfig]:
+def mma_configs(kernels: Sequence[str] = MMA_KERNELS) -> Iterator[KernelConfig]:
     """Return what the cost model chooses from, direct and split."""
-    for config in (NARROW, ROWS_32, ROWS_64):
-        yield replace(config, nsplit=1)
-        yield replace(config, nsplit=3)
+    for config in (NARROW, ROWS_32, ROWS_64, ROWS_64_ROLES):
+        if config.kernel in kernels:
+            yield replace(config, nsplit=1)
+            yield replace(config, nsplit=3)
+
+
+def list_configs() -> Iterator[KernelConfig]:
+    """Return those of them that attend over lists of slots."""
+    yield from mma_configs(("mma_narrow", "mma_wide"))
 
 
 def config_id(config: KernelConfig) -> str:

@@ -24,6 +24,7 @@
 // --- indices -------------------------------------------------------------------------------------------------------
 DEVICE int thread_idx() { return (int)emulator::current_thread(); }
 DEVICE int thread_idx_anew() { return thread_idx(); }
+DEVICE int lane_idx_anew() { return thread_idx() % 32; }
 DEVICE int block_idx_x() { return (int)emulator::current_block().index[0]; }
 DEVICE int block_idx_y() { return (int)emulator::current_block().index[1]; }
 DEVICE int block_idx_z() { return (int)emulator::current_block().index[2]; }

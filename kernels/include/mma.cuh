@@ -33,20 +33,24 @@ DEVICE u32 tree_word(const VerifyParams& p, int q, int index) {
   return index < p.mask_words_per_row ? ld_global_u32(p.mask_words + (i64)q * p.mask_words_per_row + index) : 0u;
 }
 
-// Bit i: query token q (absolute) sees KV token first + i, i < TILE.
-DEVICE u32 visible_bits(const VerifyParams& p, const Request& r, int q, int first) {
-  u32 bits = (1u << min_int(max_int(visible_end(p, r, q) - first, 0), TILE)) - 1;
+// Bit i: query token q (absolute), which sees nothing from token `end` on, sees KV token first + i, i < TILE. The mask
+// columns begin at `tail_begin`.
+DEVICE u32 visible_bits(const VerifyParams& p, int end, int tail_begin, int q, int first) {
+  u32 bits = (1u << min_int(max_int(end - first, 0), TILE)) - 1;
   if (p.mask_mode == MASK_TREE) {
-    const int column = first - (r.kv_len - r.tail_len);
+    const int column = first - tail_begin;
     const u64 words = (u64)tree_word(p, q, (column >> 5) + 1) << 32 | tree_word(p, q, column >> 5);
     bits &= (u32)(words >> (column & 31));
   }
   return bits;
 }
+DEVICE u32 visible_bits(const VerifyParams& p, const Request& r, int q, int first) {
+  return visible_bits(p, visible_end(p, r, q), r.kv_len - r.tail_len, q, first);
+}
 
 // Scores of invisible tokens become -inf; bits[h] are the visible_bits of the lane's half h.
-DEVICE void mask_scores(float (&s)[2][4], const u32 (&bits)[2]) {
-  const int column = lane_idx() % 4 * 2;
+DEVICE void mask_scores(float (&s)[2][4], const u32 (&bits)[2], int lane = lane_idx()) {
+  const int column = lane % 4 * 2;
 #pragma unroll
   for (int n = 0; n < 2; n++)
 #pragma unroll

@@ -124,6 +124,11 @@ constexpr int LOOKAHEAD = MLAFLASH_LOOKAHEAD;
 constexpr int REFILL_AT = MLAFLASH_REFILL_AT;
 #endif
 
+// mma_roles: of a score warp's 18 steps through its dims of q, those that stay in shared memory.
+#ifdef MLAFLASH_SHARED_STEPS
+constexpr int SHARED_STEPS = MLAFLASH_SHARED_STEPS;
+#endif
+
 // Tensor-core kernels. SOFT_CAP 1: logit_cap is positive. NEW_KV 1: new_kv_c and new_k_pe hold the last q_len tokens.
 #ifdef MLAFLASH_SOFT_CAP
 constexpr int SOFT_CAP = MLAFLASH_SOFT_CAP;

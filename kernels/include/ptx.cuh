@@ -22,6 +22,12 @@ DEVICE int thread_idx_anew() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
   return v;
 }
+// Of the lane in its warp, likewise.
+DEVICE int lane_idx_anew() {
+  int v;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(v));
+  return v;
+}
 DEVICE int block_idx_x() { return blockIdx.x; }
 DEVICE int block_idx_y() { return blockIdx.y; }
 DEVICE int block_idx_z() { return blockIdx.z; }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mlaflash.errors import InvalidArgumentError
-from mlaflash.mma_tiles import MmaNarrowConfig, MmaWideConfig
+from mlaflash.mma_tiles import MmaNarrowConfig, MmaRolesConfig, MmaWideConfig
 from mlaflash.schedule import MMA_KERNELS
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, tile_candidates
 
@@ -136,6 +136,15 @@ SPACES: Final[dict[str, Space]] = {
             point["row_groups"] * point["column_warps"] in (4, 8)
             and point["stages"] >= point["row_groups"]
             and point["refill_at"] <= 36 // point["column_warps"]
+        ),
+    ),
+    "mma_roles": Space(
+        MmaRolesConfig,
+        (
+            Axis("stages", (4, 8), (4,), "KV tiles in the ring."),
+            Axis("shared_steps", (3, 4, 5), (4,), "Steps of a score warp's part of q that stay in shared memory."),
+            Axis("lookahead", (1, 2), (1, 2), "Operand loads ahead of the products."),
+            _MMA_SPLITS,
         ),
     ),
 }

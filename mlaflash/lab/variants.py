@@ -298,7 +298,10 @@ def _calls(device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], eve
                     if kernel not in MMA_KERNELS and (soft_cap or new_kv or split_kv):
                         continue  # run-time arguments there
                     space = SPACES.get(kernel)
-                    for config in _shipped(kernel, problem, device):
+                    shipped = _shipped(kernel, problem, device)
+                    if not shipped and not sparse:  # by its name alone
+                        candidates.append(_Call(kernel, problem, None, is_shipped=False))
+                    for config in shipped:
                         yield _Call(kernel, problem, config)
                         if space is not None and space.axes and config is not None:
                             for nsplit in splits:
@@ -339,5 +342,5 @@ def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv:
 def _shipped(kernel: str, problem: Problem, device: Device) -> list[KernelConfig | None]:
     """List the constants that a call chooses; None where there are none to choose."""
     if kernel in MMA_KERNELS:
-        return [c.config for c in cost.fitting_classes(device) if c.config.kernel == kernel]
+        return [c.config for c in cost.fitting_classes(device, problem.is_sparse) if c.config.kernel == kernel]
     return [plan(problem, device, kernel=kernel).config] if SPACES[kernel].axes else [None]

@@ -1,0 +1,730 @@
+// The tensor-core kernel for 64 rows with a division of labour: score warps multiply q with K and own the softmax,
+// value warps multiply its weights with V and own the output. Like mma_wide, one block computes 64 packed rows (query
+// token x head) of one request over one split of its KV, and reads every KV row once for all of them.
+//
+// Grid:   x = ceil(max_q_len * H / 64) row tiles, y = split, z = request; PLANNED x = work_blocks.
+// Block:  384 threads: 4 score warps, 8 value warps.
+// Shared: STAGES * 18,704 + SHARED_STEPS * 4,096 + 10,144 bytes (struct Smem).
+// Idea:   A score warp holds 32 rows x half of the dims of q, so that an operand of K feeds four products; the two
+//         warps of a pair swap the partial scores of 16 rows each, and each of them weighs 16 rows. It does so for tile
+//         n - 1 between its products for tile n. A value warp holds 64 rows x 64 columns of the output, so that an
+//         operand of V feeds eight products and no two warps read the same one. Weights go from the former to the
+//         latter through shared memory. Every scheduler has one score warp and two value warps, whose products fill the
+//         gaps that are left. A stage of the ring is free as soon as its K is multiplied and its V is in registers.
+#include "mma.cuh"
+
+static_assert(!DETERMINISTIC, "mma_narrow computes the rows that are to be the same in every call");
+static_assert(!SPARSE_IDS, "mma_wide attends over lists of slots");
+
+constexpr int SCORE_WARPS = 4;
+constexpr int VALUE_WARPS = 8;
+constexpr int THREADS = (SCORE_WARPS + VALUE_WARPS) * WARP;
+constexpr int ROW_TILES = 4;  // of 16 rows
+constexpr int ROWS = ROW_TILES * 16;
+
+constexpr int ROW_BYTES = D * 2;
+constexpr int LATENT_BYTES = DL * 2;
+constexpr int PITCH = ROW_BYTES + 16;  // an odd multiple of 16 bytes: the 8 rows of an ldmatrix phase hit all 32 banks
+constexpr int STAGE_BYTES = TILE * PITCH + 16;  // a tile and its two mbarriers
+
+constexpr int K_STEPS = D / 16 / 2;                     // products of 16 dims in a score warp's half of q K
+constexpr int V_STEPS = DL / 16 / VALUE_WARPS;          // 16-column pieces of a value warp's part of P V
+constexpr int O_TILES = 2 * V_STEPS;                    // 8-column tiles of it
+constexpr int REGISTER_STEPS = K_STEPS - SHARED_STEPS;  // the rest of q comes from shared memory, tile by tile
+
+constexpr int LOADERS = VALUE_WARPS * WARP;                   // threads that copy q and KV
+constexpr int COPY_LANES = 8;                                 // lanes that copy 128 bytes of a row at a time
+constexpr int COPIES = LATENT_BYTES / 2 / (COPY_LANES * 16);  // of a thread, in its half of a row's latent part
+constexpr int MASK_WORDS = 32;                                // of mask columns, so tail_len <= 1,024
+constexpr int FRAGMENT_BYTES = WARP * 16;                     // a fragment of four registers, lane by lane
+
+// Steps of q K after which a score warp goes on with the tile before: it takes over the partner's scores, takes maxima,
+// looks whether a base rises, and stores the weights.
+constexpr int TAKE_AT = 3, MAXIMA_AT = 6, RAISE_AT = 8, STORE_AT = 13;
+
+static_assert(SHARED_STEPS >= 0 && SHARED_STEPS <= K_STEPS - STORE_AT, "steps of q in shared memory");
+static_assert(K_STEPS % (LOOKAHEAD + 1) == 0, "the buffers of K take turns across tiles");
+static_assert((STAGES & (STAGES - 1)) == 0, "a stage's parity is found from the number of its tile");
+static_assert(STAGES >= ROW_TILES, "q passes through the ring, 16 rows a stage");
+static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
+
+struct Smem {
+  static constexpr u32 RING = 0;                         // [STAGES]: tile [16][PITCH], before it q; mbarriers
+  static constexpr u32 Q = RING + STAGES * STAGE_BYTES;  // [SHARED_STEPS][SCORE_WARPS][2] fragments
+  static constexpr u32 EXCHANGE = Q + SCORE_WARPS * SHARED_STEPS * 2 * FRAGMENT_BYTES;  // [SCORE_WARPS][2] fragments
+  static constexpr u32 WEIGHTS = EXCHANGE + SCORE_WARPS * 2 * FRAGMENT_BYTES;           // [ROW_TILES][2] fragments
+  static constexpr u32 HANDOVER = WEIGHTS + ROW_TILES * 2 * FRAGMENT_BYTES;             // [2]: what follows below
+  static constexpr u32 FACTORS = 0;                                                     // float32 [ROWS]
+  static constexpr u32 RAISED = FACTORS + ROWS * 4;     // u32 [ROW_TILES] not 0: the factors of these rows count
+  static constexpr u32 READY = RAISED + ROW_TILES * 4;  // mbarrier: the weights of a tile are there
+  static constexpr u32 TAKEN = READY + 8;               // mbarrier: all value warps have them in registers
+  static constexpr u32 RECIPROCALS = HANDOVER + 2 * FRAGMENT_BYTES;  // float32 [ROWS] of the sums of weights
+  static constexpr u32 VIEWS = RECIPROCALS + ROWS * 4;     // [ROWS]: visible_end() of a row, and its query token
+  static constexpr u32 COLUMNS = VIEWS + ROWS * 8;         // u32 [MASK_WORDS] mask columns that any row sees
+  static constexpr u32 SOURCE = COLUMNS + MASK_WORDS * 4;  // struct Source without its end, SOURCE_IN_SHARED
+  static constexpr u32 TAIL_BEGIN = SOURCE + 16;           // i32: the mask columns begin here
+  static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;       // i32: every row sees every token of the tiles before
+  static constexpr u32 ITEM = MASKED_FROM + 4;             // i32, PLANNED: what the block works on
+  static constexpr u32 BYTES = SOURCE + 32;
+  // In a stage.
+  static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
+  static constexpr u32 EMPTY = FULL + 8;     // mbarrier: all warps have read it
+};
+
+// --- turns ---------------------------------------------------------------------------------------------------------
+
+// All uniform. Where a tile lies in the ring; carried from tile to tile.
+DEVICE u32 next_stage(u32 stage) { return stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES; }
+
+// Where its weights lie, and the parities of the phases that the mbarriers of both are in for it: found from its first
+// token, which takes fewer registers than to carry them along.
+DEVICE u32 handover_of(u32 token) { return token / TILE % 2 * FRAGMENT_BYTES; }
+DEVICE u32 stage_parity(u32 token) { return token / TILE / STAGES % 2; }
+DEVICE u32 handover_parity(u32 token) { return token / TILE / 2 % 2; }
+
+// --- what the block computes ----------------------------------------------------------------------------------------
+
+// Found again where it is needed, rather than kept in registers through the loops.
+struct Place {
+  Request request;
+  RowTile rows;
+  int part, next;  // of a WorkItem
+};
+
+DEVICE Place find_place(const VerifyParams& p, u32 smem) {
+  if constexpr (!PLANNED) {
+    const Request r = load_request(p, block_idx_z());
+    return {r, row_tile(p, r, block_idx_x() * ROWS, ROWS), 0, 0};
+  }
+  const WorkItem w = load_work_item(p, (i32)ld_shared_u32(smem + Smem::ITEM));
+  const Request r = request_of(w);
+  return {r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.part, w.next};
+}
+
+// One row tile over a run of KV tiles. KV tokens are counted from the first one of the run, whose place is all that
+// page tables need to know.
+struct Piece {
+  Request request;  // its lengths as if it began there
+  RowTile rows;
+  int begin, tiles;  // where that is; tiles of the run
+};
+
+DEVICE Piece make_piece(const Request& r, const RowTile& rows, const TileRange& range) {
+  Piece piece = {r, rows, range.begin * TILE, range.end - range.begin};
+  piece.request.kv_len -= piece.begin;
+  return piece;
+}
+
+DEVICE i32 tokens_end(const VerifyParams& p, const Piece& piece) {
+  return make_uniform(min_int(piece.tiles * TILE, visible_end(p, piece.request, piece.rows.q_last)));
+}
+
+// Some row does not see every token of the tile that begins at `token`, or of one before it. The warp asks together.
+DEVICE bool is_masked(u32 smem, i32 token) { return warp_any(token >= (i32)ld_shared_u32(smem + Smem::MASKED_FROM)); }
+
+// --- filling the ring: the value warps ------------------------------------------------------------------------------
+
+// Uniform.
+struct Source {
+  i32 end;        // KV tokens of this block end here
+  i32 begin;      // of the request's tokens, the one that is 0 here
+  i32 first_id;   // the request's page ids begin here
+  i32 new_begin;  // NEW_KV: tokens from here on are rows new_shift + token of new_kv_c and new_k_pe
+  i32 new_shift;
+};
+
+DEVICE Source make_source(const VerifyParams& p, const Piece& piece) {
+  const Request& r = piece.request;
+  const i32 first_id = make_uniform((u32)r.id_begin), begin = make_uniform(piece.begin), end = tokens_end(p, piece);
+  return {end, begin, first_id, r.kv_len - r.q_len, r.q_begin - (r.kv_len - r.q_len)};
+}
+
+// A row in two pieces, or of two places, leaves no registers for more than its end.
+constexpr bool SOURCE_IN_SHARED = NEW_KV || SPLIT_KV;
+
+DEVICE void publish_source(const Piece& piece, u32 smem) {
+  const Request& r = piece.request;
+  const i32 new_begin = r.kv_len - r.q_len;
+  if (SOURCE_IN_SHARED)
+    st_shared_u32x4(smem + Smem::SOURCE,
+                    {(u32)piece.begin, (u32)r.id_begin, (u32)new_begin, (u32)(r.q_begin - new_begin)});
+}
+DEVICE Source load_source(const Source& s, u32 smem) {
+  if (!SOURCE_IN_SHARED) return s;
+  const u32x4 x = ld_shared_u32x4(smem + Smem::SOURCE);
+  return {s.end, (i32)x.x, (i32)x.y, (i32)x.z, (i32)x.w};
+}
+
+// What the thread copies of a tile: half of a row's latent part, and some threads the rope part. Found anew for each
+// tile, for want of registers.
+struct Share {
+  u32 row, element;  // `element` is the first one of the first 16 bytes
+};
+DEVICE Share copy_share() {
+  const u32 thread = thread_idx_anew() - SCORE_WARPS * WARP;
+  const u32 half = thread / (TILE * COPY_LANES);
+  return {thread / COPY_LANES % TILE, (half * (COPIES * COPY_LANES) + thread % COPY_LANES) * vector_width<KV_DTYPE>()};
+}
+
+// Of the two threads at the same place of a row's halves, the one of the first half. Uniform.
+DEVICE bool copies_rope(u32 element) { return warp_any(element < LATENT_BYTES / 2 / element_bytes<KV_DTYPE>()); }
+
+// The token that a thread of row `row` copies of a tile: past the end, the last one.
+DEVICE i32 source_token(const Source& s, i32 tile_token, u32 row) { return min_int(tile_token + (i32)row, s.end - 1); }
+
+// Id of the page of that token. There are fewer than 2^31 ids, and the low word of a 64-bit id is enough: pools have
+// fewer than 2^31 pages.
+DEVICE i32 find_page(const VerifyParams& p, const Source& s, i32 tile_token, u32 row) {
+  const i32 token = source_token(s, tile_token, row);
+  if (NEW_KV && token >= s.new_begin) return 0;
+  const i32 index = s.first_id + page_of(p, s.begin + token);
+  return (i32)ld_global_nc_u32((const u8*)mad_wide_i32(index, 4 << p.wide_ids, (i64)p.page_ids));
+}
+
+// From `element` of the latent and of the rope part of a token's row on. Strides of pages and tokens fit 32 bits; what
+// they add up to does not.
+DEVICE KvRow cached_row(const VerifyParams& p, i32 token_of_request, i32 page_id, u32 element) {
+  const i32 offset = token_of_request - (i32)page_of(p, token_of_request) * p.page_size;
+  const i64 c = mad_wide_i32(offset, (i32)p.kv_c_stride_token, element);
+  const u8* c_ptr = element_ptr<KV_DTYPE>(p.kv_c, mad_wide_i32(page_id, (i32)p.kv_c_stride_page, c));
+  if (!SPLIT_KV) return {c_ptr, c_ptr + LATENT_BYTES};
+  const i64 pe = mad_wide_i32(offset, (i32)p.k_pe_stride_token, element);
+  return {c_ptr, element_ptr<KV_DTYPE>(p.k_pe, mad_wide_i32(page_id, (i32)p.k_pe_stride_page, pe))};
+}
+DEVICE KvRow source_row(const VerifyParams& p, const Source& s, i32 tile_token, i32 page_id, const Share& share) {
+  const i32 token = source_token(s, tile_token, share.row);
+  if (!NEW_KV || token < s.new_begin) return cached_row(p, s.begin + token, page_id, share.element);
+  const i32 row = s.new_shift + token;
+  return {element_ptr<KV_DTYPE>(p.new_kv_c, mad_wide_i32(row, (i32)p.new_kv_c_stride, share.element)),
+          element_ptr<KV_DTYPE>(p.new_k_pe, mad_wide_i32(row, (i32)p.new_k_pe_stride, share.element))};
+}
+
+// Some row of the row tile sees the token. Others are zeros in the ring: their weight is 0, but 0 times a NaN is not.
+DEVICE bool is_seen(const Source& s, u32 smem, i32 token) {
+  if (token >= s.end) return false;
+  const int column = token - (i32)ld_shared_u32(smem + Smem::TAIL_BEGIN);
+  return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
+}
+
+// The thread's part of copying the tile that begins at `tile_token`, from `row` on, and its arrival on the full barrier
+// for when that has landed.
+DEVICE void copy_tile(const Source& s, u32 smem, u32 stage_offset, i32 tile_token, KvRow row) {
+  const Share share = copy_share();
+  const u32 stage = smem + Smem::RING + stage_offset;
+  const u32 dst = stage + share.row * PITCH + share.element * element_bytes<KV_DTYPE>();
+  const u32 bytes = !is_masked(smem, tile_token) || is_seen(s, smem, tile_token + share.row) ? 16 : 0;
+#pragma unroll
+  for (int i = 0; i < COPIES; i++) cp_async_16_zfill(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16, bytes);
+  if (copies_rope(share.element)) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
+  cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
+}
+
+// Brings a tile's rows to the L2 cache while the ring is still full of q: one thread for each 128 bytes.
+DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token, const Share& share, i32 page_id) {
+  const u32 line = share.element / vector_width<KV_DTYPE>() % COPY_LANES;
+  const bool is_latent = copies_rope(share.element);
+  if (tile_token + (i32)share.row >= s.end || (!is_latent && line > 0)) return;
+  const u32 element = is_latent ? line * (128 / element_bytes<KV_DTYPE>()) : 0;
+  const KvRow row = source_row(p, s, tile_token, page_id, {share.row, element});
+  prefetch_l2(is_latent ? row.c : row.pe);
+}
+
+// Starts the copies of q, 16 rows a stage. Rows past the last one are zeros.
+DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
+  constexpr int ROWS_PER_WARP = ROWS / VALUE_WARPS;
+  const u32 thread = thread_idx_anew();
+  const int begin = (thread / WARP - SCORE_WARPS) * ROWS_PER_WARP, chunk = thread % WARP * 16;
+  int head = (rows.first + begin) % p.num_heads;
+  int token = rows.q_first + (rows.first % p.num_heads + begin) / p.num_heads;
+#pragma unroll
+  for (int i = 0; i < ROWS_PER_WARP; i++) {
+    const int row = begin + i;
+    const u32 bytes = rows.first + row < rows.end ? 16 : 0;
+    const u32 dst = smem + Smem::RING + row / 16 * STAGE_BYTES + row % 16 * PITCH + chunk;
+    const u8* nope = q_nope_row(p, token, head) + chunk;
+    cp_async_16_zfill(dst, nope, bytes);
+    cp_async_16_zfill(dst + 512, nope + 512, bytes);
+    if (chunk < DR * 2) cp_async_16_zfill(dst + LATENT_BYTES, q_pe_row(p, token, head) + chunk, bytes);
+    if (++head == p.num_heads) head = 0, token++;
+  }
+}
+
+// --- score warps ----------------------------------------------------------------------------------------------------
+
+// Of a score warp. Row tile 0 is its own one, row tile 1 its partner's.
+struct Scorer {
+  u32 q[REGISTER_STEPS][2][4];  // A fragments of its half of the dims, but for the last SHARED_STEPS steps
+  Softmax softmax;              // of its own row tile
+  u32 keys;                     // address of the lane's ldmatrix row in stage 0
+  u32 fragments;                // the lane's place in the warp's first pair of fragments, were they at 0
+  // Uniform.
+  float scale;  // of the exponents
+  u32 warp;
+  i32 end;  // as in Source
+};
+
+DEVICE void init_barriers(u32 smem) {
+  if (thread_idx_anew() != 0) return;
+  for (int stage = 0; stage < STAGES; stage++) {
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, LOADERS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SCORE_WARPS + VALUE_WARPS);
+  }
+  for (int i = 0; i < 2; i++) {
+    mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::READY, SCORE_WARPS);
+    mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::TAKEN, VALUE_WARPS);
+  }
+}
+
+// Their memory may be written again.
+DEVICE void retire_barriers(u32 smem) {
+  if (thread_idx_anew() != 0) return;
+  for (int stage = 0; stage < STAGES; stage++) {
+    mbarrier_inval(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL);
+    mbarrier_inval(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY);
+  }
+  for (int i = 0; i < 2; i++) {
+    mbarrier_inval(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::READY);
+    mbarrier_inval(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::TAKEN);
+  }
+}
+
+// For is_seen(): where the mask columns begin, and which of them any row of the row tile sees. For mask_tile(): what
+// the rows see.
+DEVICE void publish_masks(const VerifyParams& p, const Piece& piece, u32 smem) {
+  const Request& r = piece.request;
+  const RowTile& rows = piece.rows;
+  const bool is_tree = p.mask_mode == MASK_TREE;
+  const int thread = thread_idx_anew();
+  if (thread == 0) st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : r.kv_len);
+  if (thread == 0) st_shared_u32(smem + Smem::MASKED_FROM, first_masked_tile(p, r, rows) * TILE);
+  if (thread == 0) publish_source(piece, smem);
+  if (thread < ROWS) {
+    const int q = min_int(r.q_begin + (rows.first + thread) / p.num_heads, rows.q_last);
+    st_shared_u32x2(smem + Smem::VIEWS + thread * 8, {(u32)visible_end(p, r, q), (u32)q});
+  }
+  if (!is_tree || thread >= MASK_WORDS) return;
+  u32 seen = 0;
+  for (int q = rows.q_first; q <= rows.q_last; q++) seen |= tree_word(p, q, thread);
+  st_shared_u32(smem + Smem::COLUMNS + thread * 4, seen);
+}
+
+DEVICE u32 q_in_shared(const Scorer& s, int step, int row_tile) {
+  return s.fragments + Smem::Q + ((step - REGISTER_STEPS) * SCORE_WARPS * 2 + row_tile) * FRAGMENT_BYTES;
+}
+
+// The last steps of q stay in shared memory, where the lane that writes them is the one that reads them.
+DEVICE void load_q(const VerifyParams& p, u32 smem, Scorer& s) {
+  const u32 lane = thread_idx_anew() % WARP;
+  const u32 addr = smem + Smem::RING + s.warp % 2 * (ROW_BYTES / 2) + lane % 16 * PITCH + lane / 16 * 16;
+#pragma unroll
+  for (int k = 0; k < K_STEPS; k++)
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      u32 q[4];
+      ldmatrix_x4(q, addr + (s.warp ^ m) * STAGE_BYTES + k * 32);
+#pragma unroll
+      for (int i = 0; i < 4; i++) q[i] = fold_scale_sign(p, q[i]);
+      if (k >= REGISTER_STEPS) {
+        st_shared_u32x4(q_in_shared(s, k, m), {q[0], q[1], q[2], q[3]});
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) s.q[k < REGISTER_STEPS ? k : 0][m][i] = q[i];
+      }
+    }
+}
+
+// What a score warp's next products take from shared memory.
+struct Operands {
+  u32 k[LOOKAHEAD + 1][4];
+  u32 q[2][2][4];
+};
+
+// Of step i of the tile at `keys`; steps from K_STEPS on are the first ones of the tile at `next_keys`.
+DEVICE void load_keys(Operands& operands, u32 keys, u32 next_keys, int i) {
+  ldmatrix_x4(operands.k[i % (LOOKAHEAD + 1)], i < K_STEPS ? keys + i * 32 : next_keys + (i - K_STEPS) * 32);
+}
+
+DEVICE void load_shared_q(Operands& operands, const Scorer& scorer, int i) {
+  if (i < REGISTER_STEPS || i >= K_STEPS) return;
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    const u32x4 q = ld_shared_u32x4(q_in_shared(scorer, i, m));
+    u32(&a)[4] = operands.q[i % 2][m];
+    a[0] = q.x, a[1] = q.y, a[2] = q.z, a[3] = q.w;
+  }
+}
+
+// Steps [FROM, TO) of the partial scores of 2 x 16 rows and 16 tokens, over half of the dims.
+template <int FROM, int TO>
+DEVICE void multiply_q_k(float (&s)[2][2][4], const Scorer& scorer, Operands& operands, u32 keys, u32 next_keys) {
+#pragma unroll
+  for (int i = FROM; i < TO; i++) {
+    load_keys(operands, keys, next_keys, i + LOOKAHEAD);
+    load_shared_q(operands, scorer, i + 1);
+    const u32(&b)[4] = operands.k[i % (LOOKAHEAD + 1)];
+#pragma unroll
+    for (int m = 1; m >= 0; m--) {
+      const u32(&shared)[4] = operands.q[i % 2][m];
+      const u32(&a)[4] = i < REGISTER_STEPS ? scorer.q[i < REGISTER_STEPS ? i : 0][m] : shared;
+      mma_16x8x16(s[m][0], a, b[0], b[1]);
+      mma_16x8x16(s[m][1], a, b[2], b[3]);
+    }
+  }
+}
+
+// The exchange of a pair. Named barriers, each one with a warp that arrives and a partner that waits.
+DEVICE int given_barrier(u32 warp) { return 1 + warp; }  // the warp's scores of its partner's rows are there
+DEVICE int taken_barrier(u32 warp) { return 1 + SCORE_WARPS + warp; }  // the warp has read what its partner gave
+
+DEVICE void give_scores(const float (&s)[2][4], const Scorer& scorer) {
+  // Orders the partner's reads of the tile before this one before the writes.
+  named_barrier_sync(taken_barrier(scorer.warp ^ 1), 2 * WARP);
+  const bool is_odd = keep_in_register(scorer.warp) & 1;  // computed anew for each tile, for want of a register
+  const u32 partner = scorer.fragments + (is_odd ? 0 : 4 * FRAGMENT_BYTES) - 2 * FRAGMENT_BYTES;
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+    st_shared_f32x4(partner + Smem::EXCHANGE + n * FRAGMENT_BYTES, f32x4{s[n][0], s[n][1], s[n][2], s[n][3]});
+  named_barrier_arrive(given_barrier(scorer.warp), 2 * WARP);  // orders the writes before the partner's reads
+}
+
+DEVICE void take_scores(float (&s)[2][4], const Scorer& scorer) {
+  named_barrier_sync(given_barrier(scorer.warp ^ 1), 2 * WARP);  // orders the partner's writes before the reads
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const f32x4 x = ld_shared_f32x4(scorer.fragments + Smem::EXCHANGE + n * FRAGMENT_BYTES);
+    s[n][0] += x.x, s[n][1] += x.y, s[n][2] += x.z, s[n][3] += x.w;
+  }
+}
+
+// Only tiles at the end of what the rows see come here. A lane looks at one row, the next one at the other of the two
+// that both have scores of: that takes fewer registers.
+DEVICE void mask_tile(const VerifyParams& p, float (&s)[2][4], i32 token, u32 smem) {
+  const u32 thread = thread_idx_anew(), lane = thread % WARP;
+  const u32 row = thread / WARP * 16 + lane / 4 + lane % 2 * 8;
+  const u32x2 view = ld_shared_u32x2(smem + Smem::VIEWS + row * 8);
+  const i32 tail_begin = ld_shared_u32(smem + Smem::TAIL_BEGIN);
+  const u32 seen = visible_bits(p, view.x, tail_begin, view.y, token);
+  mask_scores(s, {shfl_u32(seen, lane & ~1), shfl_u32(seen, lane | 1)}, lane);
+}
+
+// Moves the bases of the lane's two rows up to the maxima, and publishes what that makes of the output so far.
+DEVICE void raise_bases(Softmax& softmax, const float (&maxima)[2], u32 factors) {
+  const int lane = thread_idx_anew() % WARP;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float base = max_f32(softmax.base[h], max_over_row(maxima[h]));
+    const float factor = ex2(softmax.base[h] - finite_base(base));
+    softmax.base[h] = base;
+    softmax.sum[h] *= factor;
+    if (lane % 4 == 0) st_shared_f32(factors + (lane / 4 + 8 * h) * 4, factor);
+  }
+}
+
+DEVICE void find_maxima(float (&maxima)[2], const float (&s)[2][4], float scale) {
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    maxima[h] = scale * max_f32(max_f32(s[0][2 * h], s[0][2 * h + 1]), max_f32(s[1][2 * h], s[1][2 * h + 1]));
+}
+
+DEVICE void weigh(u32 (&weights)[4], const float (&s)[2][4], Scorer& scorer) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float base = finite_base(scorer.softmax.base[h]);
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const float a = ex2(fma_f32(s[n][2 * h], scorer.scale, -base));
+      const float b = ex2(fma_f32(s[n][2 * h + 1], scorer.scale, -base));
+      scorer.softmax.sum[h] += a + b;
+      weights[2 * n + h] = pack_elements<Q_DTYPE>(a, b);
+    }
+  }
+}
+
+DEVICE void hand_over(const u32 (&weights)[4], bool raised, const Scorer& scorer, u32 smem, u32 weights_offset) {
+  const u32 buffer = smem + Smem::HANDOVER + weights_offset;
+  st_shared_u32x4(scorer.fragments + Smem::WEIGHTS + weights_offset, {weights[0], weights[1], weights[2], weights[3]});
+  if (lane_idx_anew() == 0) st_shared_u32(buffer + Smem::RAISED + scorer.warp * 4, raised);
+  warp_sync();  // orders the lanes' writes before the arrival
+  if (lane_idx_anew() == 0) mbarrier_arrive(buffer + Smem::READY);
+}
+
+// The reciprocal sums for the value warps; the lse to where it belongs. Returns the block's next item.
+DEVICE int finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) {
+  const Place place = find_place(p, smem);
+  const int first = place.rows.first, lane = thread_idx_anew() % WARP;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = scorer.warp * 16 + lane / 4 + 8 * h;
+    const float sum = sum_over_row(scorer.softmax.sum[h]);
+    // Not asked of the maximum: where scores are NaN it stays -inf, and would hide them.
+    const bool empty = sum == 0.0f;
+    if (lane % 4 != 0) continue;
+    st_shared_f32(smem + Smem::RECIPROCALS + row * 4, empty ? 0.0f : 1.0f / sum);
+    if (first + row < place.rows.end)
+      store_lse(p, place.request, first + row, place.part, empty ? neg_inf() : scorer.softmax.base[h] + lg2(sum));
+  }
+  return place.next;
+}
+
+// Products for the tile that begins at `token`, and meanwhile the scores of the tile before to weights: `own` are the
+// warp's partial scores of its own rows, at first of the tile before and then of this one.
+template <bool PRODUCTS, bool WEIGHTS>
+DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands, float (&own)[2][4], i32 token,
+                       u32& stage, u32 smem) {
+  float s[2][2][4] = {};
+  const u32 ring = smem + Smem::RING;
+  const u32 keys = scorer.keys + stage, weights_offset = handover_of(token - TILE);
+  const u32 handover = smem + Smem::HANDOVER + weights_offset;
+  // After the last tile the same one again: its phase is over, and its operands come to nothing.
+  const bool has_next = token + TILE < scorer.end;
+  const u32 next = has_next ? next_stage(stage) : stage;
+  if (PRODUCTS) multiply_q_k<0, TAKE_AT>(s, scorer, operands, keys, 0);
+  if (WEIGHTS) take_scores(own, scorer);
+  if (PRODUCTS && WEIGHTS) named_barrier_arrive(taken_barrier(scorer.warp), 2 * WARP);
+  if (PRODUCTS) multiply_q_k<TAKE_AT, MAXIMA_AT>(s, scorer, operands, keys, 0);
+  float maxima[2];
+  bool raised = false;
+  if (WEIGHTS) {
+    soft_cap(p, own);
+    if (is_masked(smem, token - TILE)) mask_tile(p, own, token - TILE, smem);
+    find_maxima(maxima, own, scorer.scale);
+    const Softmax& softmax = scorer.softmax;
+    raised = warp_any(maxima[0] > softmax.base[0] + RESCALE_ABOVE || maxima[1] > softmax.base[1] + RESCALE_ABOVE);
+  }
+  if (PRODUCTS) multiply_q_k<MAXIMA_AT, RAISE_AT>(s, scorer, operands, keys, 0);
+  // Orders the copies of the next tile before its reads.
+  if (PRODUCTS) mbarrier_wait(ring + next + Smem::FULL, stage_parity(has_next ? token + TILE : token));
+  u32 weights[4];
+  if (WEIGHTS) {
+    // Orders the value warps' reads of the weights of two tiles ago before the writes.
+    mbarrier_wait(handover + Smem::TAKEN, handover_parity(token - TILE) ^ 1);
+    if (raised) raise_bases(scorer.softmax, maxima, handover + Smem::FACTORS + scorer.warp * 64);
+    weigh(weights, own, scorer);
+  }
+  if (PRODUCTS) multiply_q_k<RAISE_AT, STORE_AT>(s, scorer, operands, keys, 0);
+  if (WEIGHTS) hand_over(weights, raised, scorer, smem, weights_offset);
+  if (!PRODUCTS) return;
+  multiply_q_k<STORE_AT, K_STEPS>(s, scorer, operands, keys, scorer.keys + next);
+  warp_sync();  // orders the lanes' reads of the tile before the arrival, on which its refill waits
+  if (lane_idx_anew() == 0) mbarrier_arrive(ring + stage + Smem::EMPTY);
+  give_scores(s[1], scorer);
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) own[n][e] = s[0][n][e];
+  stage = next;
+}
+
+// Returns the block's next item.
+DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
+  Scorer scorer;
+  // Read anew, so that nothing of it is kept from item to item.
+  const u32 thread = thread_idx_anew(), lane = thread % WARP;
+  scorer.warp = make_uniform(thread / WARP);
+  scorer.scale = as_f32(make_uniform(as_u32(exponent_scale(p))));
+  scorer.fragments = keep_in_register(smem + (lane + scorer.warp * 2 * WARP) * 16);
+  // Matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the B
+  // fragments of the two token octets, in neighbouring registers as the tensor cores want them.
+  scorer.keys = keep_in_register(smem + Smem::RING + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 +
+                                 scorer.warp % 2 * (ROW_BYTES / 2));
+  scorer.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
+  scorer.end = tokens_end(p, piece);
+  init_barriers(smem);
+  publish_masks(p, piece, smem);
+  block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
+  load_q(p, smem, scorer);
+  block_sync();  // orders the reads of q before the KV copies that overwrite it
+
+  Operands operands;
+  float own[2][4];
+  named_barrier_arrive(taken_barrier(scorer.warp), 2 * WARP);  // the first tile's scores need not wait
+  mbarrier_wait(smem + Smem::RING + Smem::FULL, 0);            // orders the first tile's copies before its reads
+#pragma unroll
+  for (int i = 0; i < LOOKAHEAD; i++) load_keys(operands, scorer.keys, scorer.keys, i);
+  u32 stage = 0;
+  score_step<true, false>(p, scorer, operands, own, 0, stage, smem);
+  i32 token = TILE;
+#pragma unroll 1
+  for (; token < scorer.end; token += TILE) score_step<true, true>(p, scorer, operands, own, token, stage, smem);
+  score_step<false, true>(p, scorer, operands, own, token, stage, smem);
+  const int next = finish_scores(p, scorer, smem);
+  block_sync();  // orders the reciprocal sums before the value warps' reads
+  return next;
+}
+
+// --- value warps ----------------------------------------------------------------------------------------------------
+
+struct Output {
+  float o[ROW_TILES][O_TILES][4];
+};
+
+DEVICE void rescale_rows(float (&o)[O_TILES][4], u32 factors) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float factor = ld_shared_f32(factors + (thread_idx_anew() % WARP / 4 + 8 * h) * 4);
+#pragma unroll
+    for (int i = 0; i < O_TILES; i++) o[i][2 * h] *= factor, o[i][2 * h + 1] *= factor;
+  }
+}
+
+DEVICE void load_weights(u32 (&weights)[4], u32 fragments, int row_tile) {
+  const u32x4 x = ld_shared_u32x4(fragments + Smem::WEIGHTS + row_tile * 2 * FRAGMENT_BYTES);
+  weights[0] = x.x, weights[1] = x.y, weights[2] = x.z, weights[3] = x.w;
+}
+
+// Brings the output to the bases of the weights, which hardly ever differ from those of the tile before.
+DEVICE void rescale_output(Output& output, u32x4 raised, u32 handover) {
+  if (!(raised.x | raised.y | raised.z | raised.w)) return;
+#pragma unroll
+  for (int m = 0; m < ROW_TILES; m++)
+    if (m == 0 ? raised.x : m == 1 ? raised.y : m == 2 ? raised.z : raised.w)
+      rescale_rows(output.o[m], handover + Smem::FACTORS + m * 64);
+}
+
+// Column pieces [FROM, TO) of one row tile.
+template <int FROM, int TO>
+DEVICE void multiply_p_v(float (&o)[O_TILES][4], const u32 (&weights)[4], const u32 (&v)[V_STEPS][4]) {
+#pragma unroll
+  for (int i = FROM; i < TO; i++) {
+    mma_16x8x16(o[2 * i], weights, v[i][0], v[i][1]);
+    mma_16x8x16(o[2 * i + 1], weights, v[i][2], v[i][3]);
+  }
+}
+
+// Returns the block's next item.
+DEVICE int finish_values(const VerifyParams& p, const Output& output, u32 smem) {
+  const Place place = find_place(p, smem);
+  const Request& r = place.request;
+  const int first = place.rows.first, part = place.part;
+  const int lane = thread_idx_anew() % WARP, column = (thread_idx_anew() / WARP - SCORE_WARPS) * (DL / VALUE_WARPS);
+#pragma unroll
+  for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = m * 16 + lane / 4 + 8 * h;
+      const bool exists = first + row < place.rows.end;
+      const float factor = ld_shared_f32(smem + Smem::RECIPROCALS + row * 4);
+      if (OUT_DTYPE == PARTIAL_DTYPE || !is_partial(p, part))
+        store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, first + row, part) + column * element_bytes<OUT_DTYPE>(),
+                              exists, lane % 4, output.o[m], h, factor);
+      else
+        store_half<PARTIAL_DTYPE>(
+            result_row<PARTIAL_DTYPE>(p, r, first + row, part) + column * element_bytes<PARTIAL_DTYPE>(), exists,
+            lane % 4, output.o[m], h, factor);
+    }
+  return place.next;
+}
+
+// Returns the block's next item.
+DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
+  constexpr int AHEAD = STAGES;
+  const Source source = make_source(p, piece);
+  // Read anew, so that nothing of it is kept from item to item.
+  const u32 thread = thread_idx_anew(), lane = thread % WARP;
+  const u32 fragments = keep_in_register(smem + lane * 16);
+  // Transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
+  const u32 values = keep_in_register(smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 +
+                                      (thread / WARP - SCORE_WARPS) * (LATENT_BYTES / VALUE_WARPS));
+  i32 page_id;  // of the next tile to copy; found one refill before it is used
+  {
+    const Share share = copy_share();
+    i32 first[AHEAD];
+    copy_q(p, piece.rows, smem);
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) first[i] = find_page(p, source, i * TILE, share.row);
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) prefetch_tile(p, source, i * TILE, share, first[i]);
+    cp_async_wait_all();
+    block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
+    block_sync();  // orders the reads of q before the KV copies that overwrite it
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      if (i * TILE < source.end)
+        copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
+    page_id = find_page(p, source, AHEAD * TILE, share.row);
+  }
+  Output output;
+#pragma unroll
+  for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+    for (int i = 0; i < O_TILES; i++)
+      output.o[m][i][0] = output.o[m][i][1] = output.o[m][i][2] = output.o[m][i][3] = 0.0f;
+
+  u32 stage = 0;
+#pragma unroll 1
+  for (i32 token = 0; token < source.end; token += TILE, stage = next_stage(stage)) {
+    const u32 full = smem + Smem::RING + stage + Smem::FULL, empty = full + Smem::EMPTY - Smem::FULL;
+    const u32 handover = smem + Smem::HANDOVER + handover_of(token);
+    u32 v[V_STEPS][4], weights[2][4];
+    mbarrier_wait(full, stage_parity(token));  // orders the copies before the reads
+#pragma unroll
+    for (int i = 0; i < V_STEPS; i++) ldmatrix_x4_trans(v[i], values + stage + i * 32);
+    mbarrier_wait(handover + Smem::READY, handover_parity(token));  // orders the score warps' writes before the reads
+    const u32x4 raised = ld_shared_u32x4(handover + Smem::RAISED);
+    load_weights(weights[0], fragments + handover_of(token), 0);
+    load_weights(weights[1], fragments + handover_of(token), 1);
+    rescale_output(output, raised, handover);
+    warp_sync();  // orders the lanes' reads of the tile before the arrival, on which its refill waits
+    if (fragments == smem) mbarrier_arrive(empty);
+    multiply_p_v<0, V_STEPS>(output.o[0], weights[0], v);
+    load_weights(weights[0], fragments + handover_of(token), 2);
+    multiply_p_v<0, V_STEPS>(output.o[1], weights[1], v);
+    load_weights(weights[1], fragments + handover_of(token), 3);
+    warp_sync();  // orders the lanes' reads of the weights before the arrival
+    if (fragments == smem) mbarrier_arrive(handover + Smem::TAKEN);
+    // The stage takes the tile that is STAGES ahead. What is copied is also waited for, so no copy is in flight when
+    // the block ends.
+    const i32 tile_token = token + STAGES * TILE;
+    // Found before the wait, which hides how long that takes; but two addresses leave no registers for it.
+    constexpr bool EARLY = !SPLIT_KV;
+    KvRow row = {};
+    if (EARLY) row = source_row(p, load_source(source, smem), tile_token, page_id, copy_share());
+    if (tile_token < source.end) {
+      mbarrier_wait(empty, stage_parity(token));  // orders all reads of the tile before the copies
+      if (!EARLY) row = source_row(p, load_source(source, smem), tile_token, page_id, copy_share());
+      copy_tile(source, smem, stage, tile_token, row);
+    }
+    multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
+    page_id = find_page(p, load_source(source, smem), tile_token + TILE, copy_share().row);
+    multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
+  }
+  block_sync();  // orders the reciprocal sums before the reads
+  return finish_values(p, output, smem);
+}
+
+// Of one KV tile at least. Returns the block's next item.
+DEVICE int attend(const VerifyParams& p, const Piece& piece, int item) {
+  const u32 smem = shared_base();
+  if (PLANNED && thread_idx_anew() == 0) st_shared_u32(smem + Smem::ITEM, (u32)item);
+  if (make_uniform(thread_idx_anew() / WARP) < SCORE_WARPS) return score_tiles(p, piece, smem);
+  return value_tiles(p, piece, smem);
+}
+
+DEVICE int attend_item(const VerifyParams& p, int item) {
+  const WorkItem w = load_work_item(p, item);
+  if (w.tiles.begin == w.tiles.end) {
+    if (w.request != -1) store_empty_item<THREADS>(p, w);
+    return w.next;
+  }
+  const Request r = request_of(w);
+  const int next = attend(p, make_piece(r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles), item);
+  block_sync();  // orders this item's reads of shared memory before the next item's writes
+  retire_barriers(shared_base());
+  return next;
+}
+
+KERNEL(mlaflash_mma_roles, THREADS, 1) {
+  if constexpr (PLANNED) {
+#pragma unroll 1
+    for (int item = block_idx_x(); item >= 0;) item = make_uniform(attend_item(p, item));
+  } else {
+    const Request r = load_request(p, block_idx_z());
+    store_padding<THREADS>(p, r);
+    const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
+    if (rows.end <= rows.first) return;
+    const TileRange range = split_tiles(p, r, rows, block_idx_y());
+    if (range.begin == range.end) return store_empty<THREADS>(p, r, 0, rows.first, rows.end);
+    attend(p, make_piece(r, rows, range), 0);
+  }
+  launch_dependents();
+}
