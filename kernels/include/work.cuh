@@ -100,4 +100,4 @@ DEVICE void store_work_merge(const VerifyParams& p, int block, const WorkMerge& 
 }
 
 // Row `row` of the partial results of a part.
-DEVICE i64 part_row(int part, int row) { return (i64)part * PLANNED_ROWS + row % PLANNED_ROWS; }
+DEVICE i64 part_row(int part, int row) { return (i64)part * PLANNED_ROWS + row % (PLANNED ? PLANNED_ROWS : 1); }
