@@ -110,6 +110,8 @@ class RowClass:
         Of GPUs that it is chosen for: on older ones it takes more registers than a thread has.
     takes_lists : bool
         Whether it does attention over lists of slots.
+    least_page_size : int
+        Of caches that it is chosen for: with smaller pages it was measured to be no faster than others.
     """
 
     config: MmaKernelConfig
@@ -120,6 +122,7 @@ class RowClass:
     blocks_per_sm: int = 1
     least_capability: tuple[int, int] = (8, 0)
     takes_lists: bool = True
+    least_page_size: int = 1
 
 
 ROW_CLASSES: Final = (
@@ -128,12 +131,13 @@ ROW_CLASSES: Final = (
     RowClass(ROWS_32_PAIR, start_us=7.2, tile_clocks=2390, mma=544, shared_clocks=1380, blocks_per_sm=2),
     RowClass(
         ROWS_64_ROLES,
-        start_us=9.8,
-        tile_clocks=1620,
+        start_us=14.0,
+        tile_clocks=1566,
         mma=544,
         shared_clocks=884,
         least_capability=(9, 0),
         takes_lists=False,
+        least_page_size=TILE,
     ),
     RowClass(ROWS_64, start_us=9.8, tile_clocks=1700, mma=544, shared_clocks=1360),
 )
@@ -176,6 +180,7 @@ def choose(
     max_splits: int = combine.MAX_SPLITS,
     row_tile: int | None = None,
     is_sparse: bool = False,
+    page_size: int = 64,
     speed: Speed | None = None,
 ) -> Choice:
     """Choose the configuration and the number of splits with the least predicted time.
@@ -200,6 +205,8 @@ def choose(
         Packed rows of a block, where they are given; None chooses.
     is_sparse : bool
         Whether each query token has a list of its slots.
+    page_size : int
+        Tokens of a page.
     speed : Speed or None
         None is that of the data sheet.
 
@@ -224,7 +231,7 @@ def choose(
     if not allowed:
         known = ", ".join(str(c.config.rows) for c in ROW_CLASSES)
         raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
-    fitting = [c for c in fitting_classes(device, is_sparse) if c in allowed]
+    fitting = [c for c in fitting_classes(device, is_sparse, page_size) if c in allowed]
     if not fitting:
         least = min(c.config.shared_bytes() for c in allowed if c.blocks_per_sm == 1)
         raise TileError(
@@ -240,7 +247,7 @@ def choose(
     return Choice(row_class.config, splits, us, model.reasons(row_class, splits))
 
 
-def fitting_classes(device: Device, is_sparse: bool = False) -> list[RowClass]:
+def fitting_classes(device: Device, is_sparse: bool = False, page_size: int = 64) -> list[RowClass]:
     """List the configurations that `choose` takes on a device: as many blocks of each as it counts on fit an SM.
 
     Parameters
@@ -248,9 +255,12 @@ def fitting_classes(device: Device, is_sparse: bool = False) -> list[RowClass]:
     device : Device
     is_sparse : bool
         Whether each query token has a list of its slots.
+    page_size : int
+        Tokens of a page.
     """
     capability = parse_arch(device.arch)[0]
     allowed = [c for c in ROW_CLASSES if capability >= c.least_capability and c.takes_lists >= is_sparse]
+    allowed = [c for c in allowed if page_size >= c.least_page_size]
     return [c for c in allowed if occupancy_blocks(c.config.shared_bytes(), device) >= c.blocks_per_sm]
 
 

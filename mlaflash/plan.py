@@ -132,7 +132,13 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
         The configuration does not fit the device.
     """
     if tiles is None:
-        choice = cost.choose(max(capacity.rows, 1), max(capacity.max_batch, 1), capacity.max_kv_len, device)
+        choice = cost.choose(
+            max(capacity.rows, 1),
+            max(capacity.max_batch, 1),
+            capacity.max_kv_len,
+            device,
+            page_size=capacity.page_size,
+        )
         config, reasons = choice.config, choice.reasons[:1]
     elif isinstance(tiles, MmaKernelConfig):
         config, reasons = tiles, ("tiles as given",)

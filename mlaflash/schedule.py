@@ -204,6 +204,7 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
         partial_bytes=partial_bytes,
         row_tile=row_tile,
         is_sparse=problem.is_sparse,
+        page_size=problem.page_size,
     )
 
 

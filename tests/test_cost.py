@@ -45,17 +45,28 @@ def test_64_rows_take_taller_row_tiles_as_the_kv_grows():
     assert rows[-1] == 64
 
 
-@pytest.mark.parametrize("kv_len", [24_576, 32_768, 65_536, 200_000])
-def test_64_rows_over_long_kv_take_one_row_tile(kv_len):
-    assert choose(64, 1, kv_len, H200).config is ROWS_64_ROLES
+@pytest.mark.parametrize("kv_len", [24_576, 32_768, 65_536])
+def test_64_rows_over_few_tiles_a_block_take_the_kernel_that_starts_sooner(kv_len):
+    assert choose(64, 1, kv_len, H200).config is ROWS_64
 
 
-@pytest.mark.parametrize("device", [H200, PRO_6000], ids=lambda d: d.arch)
-@pytest.mark.parametrize(
-    ("rows", "config"), [(8, NARROW), (16, NARROW), (32, ROWS_32), (64, ROWS_64_ROLES), (512, ROWS_64_ROLES)]
-)
-def test_full_batches_take_the_smallest_tile_that_holds_the_rows(rows, config, device):
-    assert choose(rows, 32, 32_768, apply_budget(device, "sm_120")).config is config
+@pytest.mark.parametrize(("batch", "kv_len"), [(1, 200_000), (8, 32_768), (32, 8192)])
+def test_64_rows_over_many_tiles_a_block_take_the_kernel_whose_tiles_are_shorter(batch, kv_len):
+    assert choose(64, batch, kv_len, H200).config is ROWS_64_ROLES
+    assert choose(64, batch, kv_len, H200, page_size=16).config is ROWS_64_ROLES
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_pages_below_a_tile_take_mma_wide(page_size):
+    assert choose(64, 32, 8192, H200, page_size=page_size).config is ROWS_64
+
+
+@pytest.mark.parametrize(("device", "tall"), [(H200, ROWS_64_ROLES), (PRO_6000, ROWS_64)], ids=["sm_90", "sm_120"])
+def test_full_batches_take_the_smallest_tile_that_holds_the_rows(device, tall):
+    """On an sm_120 the tensor cores are the limit, whichever kernel feeds them."""
+    limited = apply_budget(device, "sm_120")
+    chosen = [choose(rows, 32, 32_768, limited).config for rows in (8, 16, 32, 64, 512)]
+    assert chosen == [NARROW, NARROW, ROWS_32, tall, tall]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
