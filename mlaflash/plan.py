@@ -431,6 +431,7 @@ class VerifyPlan:
             self._page_ids = self._pointers["page_ids"]
             self._ids_array = self._pieces["page_ids"]
             self._is_updated = False
+            self._uniform: tuple[int, int] | None = None  # requests and query tokens of each, without qo_indptr
             self._known: dict[Hashable, Reusable] = {}
             self._plan_params = new_params(**self._work_fields())
             self._plan = backend.load(plan_launch(self.work), self._plan_params, None)
@@ -529,6 +530,7 @@ class VerifyPlan:
                 self._plan_params[name] = value
             touched = [view for view in (lens, indptr, tails, kv_ptrs) if view is not None]
             self._plan(stream, self._pieces | {view.name: view.array for view in touched})
+            self._uniform = (batch, q_len) if indptr is None else None
             self._is_updated = True
 
     def _ids(self, batch: int, kv_indptr: Any, kv_indices: Any, block_table: Any) -> tuple[ArrayView | None, ArrayView]:
@@ -668,13 +670,14 @@ class VerifyPlan:
             There was no `update`.
         """
         backend = self._backend
+        first = q[0] if isinstance(q, tuple | list) and q else q
         with backend.scope():
-            stream = backend.stream(stream, q[0] if isinstance(q, tuple | list) else q)
             if not self._is_updated:
                 raise InvalidArgumentError("run() has nothing to do yet; call update() first.")
+            self._check_rows(first)
+            stream = backend.stream(stream, first)
             if out is None or lse is None:
-                rows = (q[0] if isinstance(q, tuple | list) else q).shape[:-1]
-                made = backend.results(q, (*rows, DL), self.capacity.out_dtype, stream)
+                made = backend.results(q, (*first.shape[:-1], DL), self.capacity.out_dtype, stream)
                 out, lse = (made[0] if out is None else out), (made[1] if lse is None else lse)
             given = {"q": q, "kv_cache": kv_cache, "new_kv": new_kv, "out": out, "lse": lse}
             signature = Signature(given, (), backend.locate)
@@ -686,6 +689,22 @@ class VerifyPlan:
             for launch in known.launches:
                 launch(stream, touched)
         return out, lse
+
+    def _check_rows(self, q: Any) -> None:
+        """Refuse a q that has fewer query tokens than the last update planned, where the host knows their number."""
+        shape = getattr(q, "shape", None)
+        if shape is None:
+            self._backend.view("q", q)  # says what it is
+            raise ShapeError("q has no shape; it must be an array, or a pair of two.")
+        if self._uniform is None:
+            return
+        batch, q_len = self._uniform
+        fits = shape[0] >= batch and shape[1] == q_len if len(shape) == 4 else shape[0] >= batch * q_len
+        if batch * q_len and not fits:
+            raise ShapeError(
+                f"q has shape {tuple(shape)}, and update() planned {batch} requests of {q_len} query tokens. Give "
+                "q_len or qo_indptr to update()."
+            )
 
     def _touched(self, given: Mapping[str, Any]) -> dict[str, Any]:
         arrays: dict[str, Any] = {}

@@ -543,6 +543,8 @@ def _table(view: View, name: str, array: Any, rows: int, columns: str, row_for: 
         raise ShapeError(f"{name} is {table.dtype}; allowed: {' or '.join(_IDS)}. Cast it.")
     if table.shape[0] and table.shape[1] > 1 and table.strides[1] != 1:
         raise ShapeError(f"the rows of {name} are not contiguous; copy it.")
+    if table.shape[0] > 1 and table.strides[0] < 0:
+        raise ShapeError(f"{name} has strides {table.strides} (in elements); none may be negative. Copy it.")
     return table
 
 

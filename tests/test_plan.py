@@ -1317,3 +1317,23 @@ def schedules_of_two_kinds(tiles: Any, seed: int) -> None:
         )  # fmt: skip
         schedule(plan, q_lens, kv_lens)
         check_schedule(plan, q_lens, kv_lens)
+
+
+def test_q_must_hold_what_update_planned_without_qo_indptr() -> None:
+    arguments = build(replace(BASE, q_lens=(4, 4), kv_lens=(40, 33)), 3)
+    plan = make(replace(BASE, q_lens=(9, 9), kv_lens=(64, 64)), max_ids=200)
+    given = {name: arguments[name] for name in ("kv_lens", "kv_indptr", "kv_indices")}
+    plan.update(**given)
+    for q in (arguments["q"], arguments["q"].reshape(2, 4, *arguments["q"].shape[1:])):
+        with pytest.raises(ShapeError, match="planned 2 requests of 9 query tokens"):
+            plan.run(q, arguments["kv_cache"])
+    plan.update(**given, q_len=4)
+    expect(plan.run(arguments["q"], arguments["kv_cache"]), arguments)
+
+
+def test_q_that_is_no_array_is_refused() -> None:
+    arguments = build(BASE, 3)
+    plan = make(BASE)
+    plan.update(**{name: arguments[name] for name in ("kv_lens", "qo_indptr", "kv_indptr", "kv_indices")})
+    with pytest.raises(ShapeError, match="q is a"):
+        plan.run(None, arguments["kv_cache"])
