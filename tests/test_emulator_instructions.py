@@ -117,7 +117,7 @@ def test_indices(run: Run) -> None:
         for y in range(2):
             for x in range(3):
                 for t in range(block):
-                    assert out[(z * 2 + y) * 3 + x, t].tolist() == [t, x, y, z, 3, 2, 4, 0]
+                    assert out[(z * 2 + y) * 3 + x, t].tolist() == [t, x, y, z, 3, 2, 4, t % 32]
 
 
 GLOBAL_BYTES = [2, 4, 8, 4, 8, 16, 8, 16, 4, 4, 8, 16, 16, 4, 4, 2, 1, 8]

@@ -81,12 +81,12 @@ def test_json_is_what_the_library_chooses() -> None:
     assert call["predicted_us"] == choice.predicted_us
     assert call["reasons"] == list(choice.reasons)
     assert call["workspace_bytes"] == choice.num_splits * 3 * 128 * (512 * 2 + 4)
-    assert [kernel["kernel"] for kernel in call["kernels"]] == ["mma_roles", "combine"]
+    assert [kernel["kernel"] for kernel in call["kernels"]] == [choice.config.kernel, "combine"]
     plan = found["verify_plan"]
     made = emulator.VerifyPlan(num_heads=8, max_batch=3, max_q_len=16, max_kv_len=200_000, page_size=64, sm_scale=1.0)
     assert plan["workspace_bytes"] == made.workspace_bytes
     assert (plan["blocks"], plan["row_tile"]) == (made.work.blocks, made.work.config.rows)
-    assert [kernel["kernel"] for kernel in plan["kernels"]] == ["plan", "mma_roles", "combine_planned"]
+    assert [kernel["kernel"] for kernel in plan["kernels"]] == ["plan", made.work.config.kernel, "combine_planned"]
     for kernel in (*call["kernels"], *plan["kernels"]):
         assert 0 < kernel["registers"] <= 255
         assert kernel["arch"] == "sm_120"

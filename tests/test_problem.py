@@ -142,7 +142,7 @@ def test_values_that_are_not_allowed(changes: dict[str, Any], message: str) -> N
 
 def test_a_reversed_block_table_is_refused() -> None:
     table = ZEROS((2, 4), np.int32)[::-1]
-    with pytest.raises(ShapeError, match="block_table has strides .*none may be negative"):
+    with pytest.raises(ShapeError, match=r"block_table has strides .*none may be negative"):
         call(kv_indptr=None, kv_indices=None, block_table=table)
 
 

@@ -19,7 +19,8 @@ DEVICE void indices(const VerifyParams& p) {
   const int block = (block_idx_z() * grid_dim_y() + block_idx_y()) * grid_dim_x() + block_idx_x();
   u8* row = bytes_of(p.out, (block * p.threads + thread_idx()) * 32);
   st_global_u32x4(row, u32x4{(u32)thread_idx_anew(), (u32)block_idx_x(), (u32)block_idx_y(), (u32)block_idx_z()});
-  st_global_u32x4(row + 16, u32x4{(u32)grid_dim_x(), (u32)grid_dim_y(), (u32)grid_dim_z(), shared_base() % 128});
+  const u32 lane = shared_base() % 128 + lane_idx_anew();
+  st_global_u32x4(row + 16, u32x4{(u32)grid_dim_x(), (u32)grid_dim_y(), (u32)grid_dim_z(), lane});
 }
 
 DEVICE void global_copies(const VerifyParams& p) {
