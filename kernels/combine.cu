@@ -65,14 +65,6 @@ DEVICE f32x4 load_quad(const u8* ptr) {
             element_to_f32<DTYPE>((u16)(v.y >> 16))};
   }
 }
-template <int DTYPE>
-DEVICE void store_quad(u8* ptr, f32x4 v) {
-  if constexpr (DTYPE == FLOAT32)
-    st_global_f32x4(ptr, v);
-  else
-    st_global_u32x2(ptr, {pack_elements<DTYPE>(v.x, v.y), pack_elements<DTYPE>(v.z, v.w)});
-}
-
 // Splits first, first + SPLIT_WARPS, ... ; zeros past the last one. DETERMINISTIC: zeros for those of weight 0 as well.
 DEVICE void load_batch(f32x4 (&batch)[BATCH], const VerifyParams& p, const Thread& t, u32 weights, int first) {
 #pragma unroll

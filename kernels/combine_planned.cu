@@ -68,14 +68,6 @@ DEVICE f32x4 unpack(const Quad<DTYPE>& quad) {
             element_to_f32<DTYPE>((u16)(v.y >> 16))};
   }
 }
-template <int DTYPE>
-DEVICE void store_quad(u8* ptr, f32x4 v) {
-  if constexpr (DTYPE == FLOAT32)
-    st_global_f32x4(ptr, v);
-  else
-    st_global_u32x2(ptr, {pack_elements<DTYPE>(v.x, v.y), pack_elements<DTYPE>(v.z, v.w)});
-}
-
 // Greatest log2-sum-exp of the parts of a row; a warp together.
 DEVICE float max_lse(const VerifyParams& p, const WorkMerge& m, int parts, int row) {
   constexpr int LOADS = 8;  // in flight

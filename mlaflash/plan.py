@@ -22,7 +22,7 @@ from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaKernelConfig, feature_defines
 from mlaflash.params import DL, MASK_CODES, new_params, numpy_dtype
 from mlaflash.problem import Problem, check_pages, element_type, soft_cap, vector
-from mlaflash.reuse import Reusable, Signature
+from mlaflash.reuse import Recent, Reusable, Signature
 from mlaflash.schedule import Launch, Schedule, build_params, mma_refusal
 from mlaflash.tiles import KernelConfig, check_shared, dtype_defines
 
@@ -35,7 +35,8 @@ _COMBINE_THREADS = 512
 _COMBINE_SHARED = 16 * (32 * 16 + 4)
 _COMBINE_ROWS = 3  # blocks along y: 132 x 3 x 16 warps are enough for 64 rows of 4 items in as many parts
 _LEAST_TILES = 8  # of a block, as cost.choose finds for short requests
-_ALIGNMENT = 256
+ALIGNMENT: Final = 256
+"""Bytes on which a workspace and each of its arrays start."""
 _ID_BYTES = {"int32": 4, "int64": 8}
 Launcher = Callable[[Any, Mapping[str, Any]], None]
 """Of a stream, and of the arrays that the kernel touches where they are kept track of."""
@@ -432,7 +433,7 @@ class VerifyPlan:
             self._ids_array = self._pieces["page_ids"]
             self._is_updated = False
             self._uniform: tuple[int, int] | None = None  # requests and query tokens of each, without qo_indptr
-            self._known: dict[Hashable, Reusable] = {}
+            self._known = Recent()
             self._plan_params = new_params(**self._work_fields())
             self._plan = backend.load(plan_launch(self.work), self._plan_params, None)
             # Loaded here, so that nothing is left to do for the first run, which may be captured.
@@ -683,7 +684,8 @@ class VerifyPlan:
             signature = Signature(given, (), backend.locate)
             known = self._known.get(signature.key)
             if known is None:
-                known = self._known[signature.key] = self._bind(q, kv_cache, new_kv, out, lse)
+                known = self._bind(q, kv_cache, new_kv, out, lse)
+                self._known.put(signature.key, known)
             known.point(signature.addresses, {"page_ids": self._page_ids})
             touched: Mapping[str, Any] = self._touched(given) if backend.keeps_track else {}
             for launch in known.launches:
@@ -876,4 +878,4 @@ def workspace_bytes(capacity: Capacity, work: Work) -> int:
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
     size = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT

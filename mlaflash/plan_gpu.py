@@ -15,10 +15,10 @@ from mlaflash.errors import ShapeError
 from mlaflash.interop import ArrayView, as_cupy, device_view, fingerprint
 from mlaflash.jit.launch import PreparedLaunch
 from mlaflash.params import numpy_dtype
+from mlaflash.plan import ALIGNMENT
 from mlaflash.schedule import Launch
 from mlaflash.streams import as_stream, memory_for
 
-_ALIGNMENT = 256
 _HERE = nullcontext()
 
 
@@ -60,10 +60,10 @@ class GpuBackend:
         if workspace is None:
             return cupy.empty(num_bytes, np.uint8)
         view = self.view("workspace", workspace)
-        if view.ndim != 1 or (view.shape[0] > 1 and view.strides[0] != 1) or view.ptr % _ALIGNMENT:
+        if view.ndim != 1 or (view.shape[0] > 1 and view.strides[0] != 1) or view.ptr % ALIGNMENT:
             raise ShapeError(
                 f"workspace has shape {view.shape} and begins at address {view.ptr:#x}; it must have one contiguous "
-                f"axis and begin on {_ALIGNMENT} bytes."
+                f"axis and begin on {ALIGNMENT} bytes."
             )
         if view.shape[0] * view.itemsize < num_bytes:
             raise ShapeError(

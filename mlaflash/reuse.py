@@ -16,7 +16,7 @@ from mlaflash.params import DL, PARAMS_DTYPE, numpy_dtype
 from mlaflash.schedule import Workspace
 
 CAPACITY: Final = 256
-"""Calls that a thread remembers: those used last."""
+"""Calls that a thread remembers, and layouts that a plan does."""
 
 # The kernels' pointer to each array; of rows, to the latent and the rope columns.
 _POINTERS: Final = {
@@ -184,11 +184,42 @@ class Signature:
         self.key = tuple(key)
 
 
+class Recent:
+    """What was made ready for the `CAPACITY` keys that were used last."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Hashable, Reusable] = OrderedDict()
+
+    def get(self, key: Hashable) -> Reusable | None:
+        """Return what was put for a key; None where there is nothing, or no more.
+
+        Parameters
+        ----------
+        key : hashable
+        """
+        found = self._found.get(key)
+        if found is not None:
+            self._found.move_to_end(key)
+        return found
+
+    def put(self, key: Hashable, reusable: Reusable) -> None:
+        """Keep something for a key.
+
+        Parameters
+        ----------
+        key : hashable
+        reusable : Reusable
+        """
+        self._found[key] = reusable
+        if len(self._found) > CAPACITY:
+            self._found.popitem(last=False)
+
+
 class _Memory(threading.local):
     """Of one thread: its calls share the memory of their arguments."""
 
     def __init__(self) -> None:
-        self.calls: OrderedDict[Hashable, Reusable] = OrderedDict()
+        self.calls = Recent()
 
 
 _memory = _Memory()
@@ -204,12 +235,9 @@ def recall(signature: Signature) -> Reusable | None:
     if signature.key is None:
         return None
     try:
-        found = _memory.calls.get(signature.key)
+        return _memory.calls.get(signature.key)
     except TypeError:  # an option that cannot be hashed is none that is allowed
         return None
-    if found is not None:
-        _memory.calls.move_to_end(signature.key)
-    return found
 
 
 def remember(signature: Signature, reusable: Reusable) -> None:
@@ -220,13 +248,10 @@ def remember(signature: Signature, reusable: Reusable) -> None:
     signature : Signature
     reusable : Reusable
     """
-    if signature.key is None:
-        return
-    _memory.calls[signature.key] = reusable
-    if len(_memory.calls) > CAPACITY:
-        _memory.calls.popitem(last=False)
+    if signature.key is not None:
+        _memory.calls.put(signature.key, reusable)
 
 
 def forget() -> None:
     """Forget this thread's calls: what the environment says is asked again."""
-    _memory.calls.clear()
+    _memory.calls = Recent()

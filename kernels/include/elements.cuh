@@ -84,3 +84,12 @@ DEVICE void store_element(u8* ptr, float v) {
   else
     st_global_u16(ptr, (u16)pack_elements<DTYPE>(v, 0.0f));
 }
+
+// Four neighbours, of which the first lies on a multiple of four elements.
+template <int DTYPE>
+DEVICE void store_quad(u8* ptr, f32x4 v) {
+  if constexpr (DTYPE == FLOAT32)
+    st_global_f32x4(ptr, v);
+  else
+    st_global_u32x2(ptr, {pack_elements<DTYPE>(v.x, v.y), pack_elements<DTYPE>(v.z, v.w)});
+}

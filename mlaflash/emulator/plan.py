@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from mlaflash.emulator.verify import DEFAULT_ARCH
 from mlaflash.errors import ShapeError
 from mlaflash.interop import ArrayView, numpy_view
 from mlaflash.params import new_params, numpy_dtype
-from mlaflash.plan import Backend, Capacity, Work, plan_launch, work_fields, workspace_shapes
+from mlaflash.plan import ALIGNMENT, Backend, Capacity, Work, plan_launch, work_fields, workspace_shapes
 from mlaflash.plan import VerifyPlan as GpuVerifyPlan
 from mlaflash.schedule import Launch
 
@@ -51,12 +52,12 @@ class EmulatorBackend:
     def memory(self, num_bytes: int, workspace: Any) -> Any:
         """Allocate bytes, or check those that the caller gives."""
         if workspace is None:
-            workspace = np.empty(num_bytes + 256, np.uint8)
-            workspace = workspace[-workspace.ctypes.data % 256 :][:num_bytes]
+            workspace = np.empty(num_bytes + ALIGNMENT, np.uint8)
+            workspace = workspace[-workspace.ctypes.data % ALIGNMENT :][:num_bytes]
         view = numpy_view("workspace", workspace)
         is_whole = view.ndim == 1 and (view.shape[0] < 2 or view.strides[0] == 1) and not view.read_only
-        if not is_whole or view.ptr % 256 or view.shape[0] * view.itemsize < num_bytes:
-            raise ShapeError(f"workspace is {view.dtype} {view.shape}; {num_bytes} bytes on 256 are needed.")
+        if not is_whole or view.ptr % ALIGNMENT or view.shape[0] * view.itemsize < num_bytes:
+            raise ShapeError(f"workspace is {view.dtype} {view.shape}; {num_bytes} bytes on {ALIGNMENT} are needed.")
         memory = workspace.view(np.uint8)
         memory[:] = 0xFF  # NaN, and ids that are none: what no kernel wrote cannot pass for anything
         return memory
@@ -129,8 +130,6 @@ class VerifyPlan(GpuVerifyPlan):
         self.seed = seed
 
     def _make_backend(self, budget: str | None) -> Backend:
-        from dataclasses import replace
-
         device = Device.for_arch(budget or DEFAULT_ARCH)
         self._emulator = EmulatorBackend(device if self._num_sms is None else replace(device, num_sms=self._num_sms))
         return self._emulator
