@@ -1,8 +1,8 @@
 // combine_planned: merges the parts of row tiles that kernels/plan.cu gave to several blocks, into out and lse; and
 // empties the rows of query tokens behind the last request, which belong to nobody.
 //
-//   w[i] = 2^(partial_lse[i] - max), out = sum_i w[i] * partial_out[i] / sum_i w[i], lse = ln 2 * (max + log2 sum_i
-//   w[i])
+//   w[i] = 2^(partial_lse[i] - max), out = sum_i w[i] * partial_out[i] / sum_i w[i],
+//   lse = ln 2 * (max + log2 sum_i w[i])
 //
 // Grid:   x = work_blocks, y = any. Block: 512 threads.
 // Shared: 8,256 bytes (struct Smem).

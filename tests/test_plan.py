@@ -747,7 +747,8 @@ def check_balance(plan: VerifyPlan) -> None:
         if ideal >= 40:
             assert loads.max() <= 1.15 * ideal
         if ideal >= 24:
-            assert (loads == 0).mean() <= 0.25
+            # Equal runs of one row tile a block may leave some without, but are no longer than equal pieces for all.
+            assert (loads == 0).mean() <= 0.1 or loads.max() <= (1 + 1 / 64) * ideal + start + 1
     else:
         # To merge nothing is worth a start, beside the one that blocks of equal pieces have twice.
         assert loads.max() <= max((1 + 1 / 64) * ideal + 2 * start, 8 + start) + 1

@@ -65,7 +65,7 @@ struct VerifyParams {
 
   // Schedules made on the device: the kernel plan writes them, kernels with PLANNED_ROWS follow them.
   void* work_items;    // WorkItem [work_blocks + row tiles of the batch]; a block's first item is the one of its index
-  void* work_merges;   // WorkMerge [work_blocks]
+  void* work_merges;   // WorkMerge [work_blocks + 1]; the last says where the query tokens of requests end
   void* work_scratch;  // of plan alone
   i32 work_blocks;     // blocks of the kernel that follows
   i32 work_row_tiles;  // most row tiles of a request
