@@ -13,21 +13,37 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def errors_of(example: str) -> list[float]:
     """Run an example and return the errors of `out` that it prints."""
+    return [float(error) for error in re.findall(r"oracle:? (?:out )?(\d\.\d+)", output_of(example))]
+
+
+def output_of(example: str) -> str:
     path = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, str(EXAMPLES / example)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [float(error) for error in re.findall(r"oracle:? (?:out )?(\d\.\d+)", done.stdout)]
+    return done.stdout
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"emulator.py", "cupy_tree.py", "torch_graph.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "cupy_tree.py",
+        "emulator.py",
+        "speculative_decode.py",
+        "torch_graph.py",
+    }
 
 
 def test_emulator() -> None:
     (error,) = errors_of("emulator.py")
     assert 0 < error < 0.05
+
+
+def test_speculative_decode() -> None:
+    lines = output_of("speculative_decode.py").splitlines()
+    sequences = [re.search(r"(\d+) of (\d+) sequences as in plain decoding", line) for line in lines[1:]]
+    assert len(sequences) == 3
+    assert all(found and found[1] == found[2] for found in sequences)
 
 
 @pytest.mark.gpu

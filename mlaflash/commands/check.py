@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +22,9 @@ from mlaflash.commands.options import (
     json_option,
 )
 from mlaflash.commands.render import Column
+from mlaflash.errors import InvalidArgumentError
 from mlaflash.lab import check as lab
+from mlaflash.lab import token_exact as tokens
 from mlaflash.lab.inputs import Case
 from mlaflash.lab.presets import PRESETS, cases
 from mlaflash.lab.target import Target, select_target
@@ -32,6 +36,19 @@ _COLUMNS = (
     Column("max abs"),
     Column("max rel"),
     Column("tolerance"),
+    Column("", "left", head=True),
+)
+
+_TOKEN_COLUMNS = (
+    Column("type", "left", head=True),
+    Column("decoding", "left", head=True),
+    Column("accepted"),
+    Column("by steps"),
+    Column("by time"),
+    Column("same tokens"),
+    Column("from plain"),
+    Column("from oracle"),
+    Column("gap (bound)"),
     Column("", "left", head=True),
 )
 
@@ -57,6 +74,11 @@ _COLUMNS = (
 @click.option("--case", "names", metavar="NAME", multiple=True, help="Problem of the preset (repeatable; default all).")
 @axis_options(several=False)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
+@click.option(
+    "--token-exact",
+    is_flag=True,
+    help="Instead, decode with a small model: plainly, by chains and by trees of drafts, token by token the same.",
+)
 @device_option
 @json_option("one JSON document")
 def check(
@@ -65,6 +87,7 @@ def check(
     dtypes: tuple[str, ...],
     names: tuple[str, ...],
     seed: int,
+    token_exact: bool,
     device: str,
     as_json: bool,
     **constants: Any,
@@ -78,6 +101,14 @@ def check(
     started = time.perf_counter()
     target, reason = select_target(device)
     axes = given_axes(constants)
+    if token_exact:
+        if kernels or names or axes:
+            raise InvalidArgumentError(
+                "--token-exact was given with options of single kernels and problems; it takes --dtype, --seed, "
+                "--device and --json. Leave the others out."
+            )
+        _token_exact(target, reason, dtypes or tokens.DTYPES, seed, as_json, started)
+        return
     selected = lab.select(cases(preset, target.kind), dtypes, names)
     labels = lab.labels(kernels, axes.get("nsplit"), selected)
     say = render.note if as_json else render.paragraph
@@ -119,6 +150,66 @@ def check(
     )
     if not passed:
         sys.exit(FAILED)
+
+
+def _token_exact(target: Target, reason: str, dtypes: Sequence[str], seed: int, as_json: bool, started: float) -> None:
+    place, config, requests, count, defrag_steps = tokens.settings_for(target.kind)
+    say = render.note if as_json else render.paragraph
+    outcomes: list[tokens.Outcome] = []
+    with render.progress() as progress:
+        where = target.name if target.kind == "gpu" else f"the emulator{f' ({reason})' if reason else ''}"
+        say(
+            f"token-exact decoding on {where}: {requests} requests of {count} tokens, a model of {config.layers} "
+            f"layers and {config.heads} heads; compaction in every step, defragmentation every {defrag_steps}"
+        )
+        for dtype, deterministic in itertools.product(dtypes, (True, False)):
+            outcomes += tokens.check_tokens(
+                place,
+                dataclasses.replace(config, dtype=dtype),
+                requests=requests,
+                count=count,
+                deterministic=deterministic,
+                seed=seed,
+                defrag_steps=defrag_steps,
+                progress=progress,
+            )
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    if as_json:
+        passed = not failed
+        render.document({"device": target.name, "passed": passed, "results": [o.as_dict() for o in outcomes]})
+    else:
+        render.table(_TOKEN_COLUMNS, [_token_row(outcome, target.kind == "gpu") for outcome in outcomes])
+        render.paragraph(
+            "speed-up: of plain decoding, by steps and by time. gap: the widest between the oracle's two best logits "
+            "where a sequence first leaves plain decoding; it must stay below the bound, twice the largest error that "
+            "a logit may have."
+        )
+    tell = render.note if as_json else render.line
+    for outcome in failed:
+        tell(f"FAIL {outcome.decoding}, {outcome.dtype}, deterministic={outcome.deterministic}: {outcome.failure}")
+    seconds = time.perf_counter() - started
+    say(
+        f"{'FAILED' if failed else 'passed'}: {len(outcomes) - len(failed)} of {len(outcomes)} ways to decode are "
+        f"right ({target.name}, {seconds:.1f} s)"
+    )
+    if failed:
+        sys.exit(FAILED)
+
+
+def _token_row(outcome: tokens.Outcome, is_timed: bool) -> tuple[str, ...]:
+    same = outcome.requests - len(outcome.divergences)
+    return (
+        f"{outcome.dtype}{', deterministic' if outcome.deterministic else ''}",
+        outcome.decoding,
+        f"{outcome.accepted:.2f}",
+        f"{outcome.plain_steps / outcome.steps:.2f}x",
+        f"{outcome.plain_seconds / outcome.seconds:.2f}x" if is_timed else "-",
+        f"{same}/{outcome.requests}",
+        f"{outcome.difference:.1e}" if outcome.difference else "same bits",
+        f"{outcome.logit_error:.1e}",
+        f"{outcome.widest_gap:.1e} ({outcome.bound:.0e})" if outcome.divergences else "-",
+        "FAIL" if outcome.failure else "ok",
+    )
 
 
 def repeat(result: lab.CheckResult, preset: str, seed: int, target: Target) -> str:
