@@ -15,6 +15,7 @@ from mlaflash.commands.compile import compile_
 from mlaflash.commands.info import info
 from mlaflash.commands.options import FAILED, exit_status
 from mlaflash.commands.plan import plan
+from mlaflash.commands.sglang_check import sglang_check
 from mlaflash.commands.sweep import sweep
 from mlaflash.errors import MlaFlashError
 
@@ -47,5 +48,5 @@ def main() -> None:
     """
 
 
-for _command in (check, sweep, plan, compile_, info, cache):
+for _command in (check, sweep, plan, compile_, sglang_check, info, cache):
     main.add_command(_command)

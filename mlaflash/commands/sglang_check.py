@@ -1,0 +1,82 @@
+"""``mlaflash sglang-check``."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+from mlaflash.commands import render
+from mlaflash.commands.options import FAILED, json_option
+from mlaflash.commands.render import Column
+from mlaflash.device import Device
+from mlaflash.integrations import signatures
+from mlaflash.integrations.sglang import PACKAGE
+from mlaflash.integrations.sglang_check import Outcome, check_engine, load_engine
+
+_COLUMNS = (
+    Column("mask", "left", head=True),
+    Column("requests", head=True),
+    Column("prefix", head=True),
+    Column("draft", head=True),
+    Column("from oracle"),
+    Column("from SGLang"),
+    Column("mlaflash, us"),
+    Column("SGLang, us"),
+    Column("ratio"),
+    Column("", "left", head=True),
+)
+
+
+@click.command("sglang-check")
+@click.option("--sources", "only_sources", is_flag=True, help="Compare the sources alone; needs no GPU.")
+@json_option("one JSON document")
+def sglang_check(only_sources: bool, as_json: bool) -> None:
+    """Check the plugin against the SGLang that is installed; no server is started.
+
+    First the sources that the plugin reaches into are compared with those it was made for. Then the Triton backend's
+    own verify call runs on synthetic batches with mlaflash's kernels and with SGLang's, and both are held against the
+    oracle and timed.
+    """
+    started = time.perf_counter()
+    say = render.note if as_json else render.paragraph
+    version, root = signatures.installed(PACKAGE)
+    record = signatures.load(PACKAGE, version)
+    different = signatures.differences(record, signatures.read(record, root))
+    say(f"SGLang {version}: {'its sources are not those recorded' if different else 'its sources are those recorded'}")
+    for line in different:
+        render.note(f"FAIL {line}")
+    outcomes: list[Outcome] = []
+    if not different and not only_sources:
+        device = Device.current()
+        say(f"verify calls of TritonAttnBackend on {device.name}: MLA, bfloat16, ragged prefixes, scattered slots")
+        with render.progress() as progress:
+            outcomes = list(check_engine(load_engine(), progress=progress))
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    passed = not different and not failed
+    if as_json:
+        results = [outcome.as_dict() for outcome in outcomes]
+        render.document({"version": version, "passed": passed, "differences": different, "results": results})
+    elif outcomes:
+        render.table(_COLUMNS, [_row(outcome) for outcome in outcomes])
+    for outcome in failed:
+        render.note(f"FAIL {outcome.kind} of {outcome.batch} x {outcome.q_len} at {outcome.prefix}: {outcome.failure}")
+    say(f"{'passed' if passed else 'FAILED'} ({time.perf_counter() - started:.1f} s)")
+    if not passed:
+        sys.exit(FAILED)
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    times = outcome.mlaflash_us, outcome.sglang_us
+    return (
+        outcome.kind,
+        str(outcome.batch),
+        str(outcome.prefix),
+        str(outcome.q_len),
+        f"{outcome.oracle_error:.1e}" if outcome.oracle_error is not None else "-",
+        f"{outcome.sglang_error:.1e}",
+        *(f"{us:.1f}" if us else "-" for us in times),
+        f"{times[1] / times[0]:.1f}x" if times[0] and times[1] else "-",
+        "FAIL" if outcome.failure else "ok",
+    )
