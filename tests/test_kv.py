@@ -19,7 +19,7 @@ from mlaflash.jit import compile_kernel
 from mlaflash.jit.compiler import compile_sources
 from mlaflash.jit.sources import read
 from mlaflash.kv import compact, move
-from mlaflash.kv.move import MOST_STAGE_BYTES, STAGINGS, WORDS, Pool, choose_geometry, defines
+from mlaflash.kv.move import MOST_STAGE_BYTES, WAYS, WORDS, Pool, choose_geometry, cut_for_scratch, defines
 
 some = settings(max_examples=40, deadline=None)
 BF16, FP8_ROW, FP8_SCALED_ROW = 1152, 576, 656
@@ -30,10 +30,15 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(2026)
 
 
-def run(layers: list[Array], src: Any, dst: Any, *args: Any, **keywords: Any) -> Report:
+def run_all(layers: list[Array], src: Any, dst: Any, *args: Any, **keywords: Any) -> list[Report]:
     reports: list[Report] = []
     emulator.move_rows(layers, src, dst, *args, reports=reports, **keywords)
-    return reports[0]
+    return reports
+
+
+def run(layers: list[Array], src: Any, dst: Any, *args: Any, **keywords: Any) -> Report:
+    (report,) = run_all(layers, src, dst, *args, **keywords)
+    return report
 
 
 # --- move_rows -------------------------------------------------------------------------------------------------------
@@ -53,47 +58,79 @@ def test_h2_h9_any_overlap_is_read_before_it_is_written(name: str, row_bytes: in
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("size", "row_bytes", "staging"),
+    ("size", "row_bytes", "way"),
     [
-        (150, BF16, "shared"),
-        (1000, 144, "shared"),
+        (150, BF16, "staged"),
+        (1000, 144, "staged"),
         (3100, 272, "scratch"),
         (3100, 140, "scratch"),
         (800, 137, "scratch"),
     ],
 )
 def test_h2_lists_longer_than_what_rows_of_fit_in_a_block(
-    name: str, size: int, row_bytes: int, staging: str, rng: np.random.Generator
+    name: str, size: int, row_bytes: int, way: str, rng: np.random.Generator
 ) -> None:
     src, dst = ids(name, size, rng)
     layers = random_layers((2 * size, row_bytes), 2, rng)
-    assert choose_geometry(Pool.from_arrays(numpy_view, layers), size, size).staging == staging
+    assert choose_geometry(Pool.from_arrays(numpy_view, layers), size, size).way == way
     expected = [moved(layer, src, dst) for layer in layers]
-    report = run(layers, src.astype(np.int32), dst.astype(np.int64))
-    assert report.blocks > 2
+    reports = run_all(layers, src.astype(np.int32), dst.astype(np.int64))
+    assert len(reports) == (2 if way == "scratch" else 1)
+    assert reports[0].blocks > 2
     for i, (layer, wanted) in enumerate(zip(layers, expected, strict=True)):
         np.testing.assert_array_equal(layer, wanted)
         live = int((src != dst).sum())
-        assert report.bytes_read[f"kv_layers[{i}]"] == report.bytes_written[f"kv_layers[{i}]"] == live * row_bytes
+        read, written = reports[0].bytes_read, reports[-1].bytes_written
+        assert read[f"kv_layers[{i}]"] == written[f"kv_layers[{i}]"] == live * row_bytes
 
 
-def test_all_of_a_group_in_few_slabs_of_scratch(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("room", "launches"), [(1, 6), (2, 4), (3, 4), (5, 4), (6, 2)])
+def test_one_group_through_as_much_scratch_as_there_is(room: int, launches: int, rng: np.random.Generator) -> None:
     size = 3100
     src, dst = ids("one_cycle", size, rng)
-    layers = random_layers((2 * size, 272), 2, rng)
+    layers = random_layers((2 * size, 256), 3 if room > 3 else 2, rng)
+    if room == 1:
+        layers = random_layers((2 * size, 384), 1, rng)
     expected = [moved(layer, src, dst) for layer in layers]
     needed = move.scratch_bytes(Pool.from_arrays(numpy_view, layers), size, None)
     assert needed == size * 128
-    memory = np.empty(2 * needed + 16, np.uint8)
-    scratch = memory[-memory.ctypes.data % 16 :][: 2 * needed]
-    report = run(layers, src, dst, scratch=scratch)
-    assert report.blocks == 2  # which share six tasks: two layers, 272 bytes in slices of 128
+    memory = np.empty(room * needed + 16, np.uint8)
+    scratch = memory[-memory.ctypes.data % 16 :][: room * needed]
+    assert len(run_all(layers, src, dst, scratch=scratch)) == launches
     for layer, wanted in zip(layers, expected, strict=True):
         np.testing.assert_array_equal(layer, wanted)
-    with pytest.raises(InvalidArgumentError, match=f"a group of 3100 moves needs a multiple of {needed}"):
+    with pytest.raises(InvalidArgumentError, match=f"a group of 3100 moves needs at least {needed}"):
         run(layers, src, dst, scratch=scratch[: needed - 1])
     with pytest.raises(InvalidArgumentError, match="at a multiple of 16"):
         run(layers, src, dst, scratch=scratch[1:])
+
+
+def test_long_groups_one_after_the_other(rng: np.random.Generator) -> None:
+    size, groups = 3073, 3
+    lists = [ids("one_cycle", size, rng) for _ in range(groups)]
+    src, dst = (np.concatenate([own[which] + 2 * size * g for g, own in enumerate(lists)]) for which in (0, 1))
+    (layer,) = random_layers((2 * size * groups, 40), 1, rng)
+    n = 2 * size + 100
+    expected = moved(layer, src[:n], dst[:n])
+    scratch = np.empty(size * 48 + 16, np.uint8)
+    scratch = scratch[-scratch.ctypes.data % 16 :][: size * 48]
+    assert len(run_all([layer], src, dst, np.array([n]), size, scratch=scratch)) == 2 * groups
+    np.testing.assert_array_equal(layer, expected)
+
+
+@pytest.mark.parametrize("row_bytes", [BF16, FP8_SCALED_ROW, 140, 37, 16, 2000])
+def test_h9_groups_of_one_go_straight_from_row_to_row(row_bytes: int, rng: np.random.Generator) -> None:
+    size = 77
+    src, dst = ids("apart", size, rng)
+    src[5], dst[9], src[11] = -1, 10**6, dst[11]
+    layers = random_layers((2 * size, row_bytes), 2, rng)
+    kept = (src >= 0) & (dst < 2 * size)
+    expected = [moved(layer, src[:70][kept[:70]], dst[:70][kept[:70]]) for layer in layers]
+    report = run(layers, src, dst, np.array([70], np.int32), 1)
+    for i, (layer, wanted) in enumerate(zip(layers, expected, strict=True)):
+        np.testing.assert_array_equal(layer, wanted)
+        assert report.bytes_read[f"kv_layers[{i}]"] == report.bytes_written[f"kv_layers[{i}]"] == 67 * row_bytes
+    assert report.blocks == 2 * 3  # layers, and chunks of 32
 
 
 def test_groups_that_have_nothing_to_do_with_each_other_run_in_many_blocks(rng: np.random.Generator) -> None:
@@ -197,24 +234,34 @@ def test_rows_may_lie_anywhere(make: Any, word: int, rng: np.random.Generator) -
 @given(
     word=st.sampled_from(WORDS),
     words=st.integers(1, 200),
-    layers=st.integers(1, 9),
+    layers=st.integers(1, 3),
     moves=st.integers(1, 5000),
     group=st.integers(1, 5000),
+    room=st.integers(10, 200),
 )
-def test_tasks_hold_whole_groups_and_fit(word: int, words: int, layers: int, moves: int, group: int) -> None:
+def test_tasks_hold_whole_groups_and_fit(word: int, words: int, layers: int, moves: int, group: int, room: int) -> None:
     group = min(group, moves)
     pool = Pool((numpy_view("layer", np.zeros(1)),) * layers, 1, word * words, word * words, word)
     cut = choose_geometry(pool, moves, group)
+    assert 1 <= cut.slice_words <= words
+    if group == 1:
+        assert (cut.way, cut.slice_words, cut.stage_bytes) == ("direct", words, 0)
+        return
     assert cut.chunk % group == 0
     assert cut.chunk >= group
-    assert 1 <= cut.slice_words <= words
-    assert cut.tasks == layers * -(-words // cut.slice_words) * -(-moves // cut.chunk)
-    if cut.staging == "shared":
+    if cut.way == "staged":
         assert cut.chunk * cut.slice_words * max(word, 4) <= cut.stage_bytes <= MOST_STAGE_BYTES
         assert cut.slice_words * word >= min(32, word * words)
-    else:
-        assert group > 3072 or (word == 1 and group > 768)
-        assert cut.stage_bytes >= group * cut.slice_words * word
+        return
+    assert group > 3072 or (word == 1 and group > 768)
+    assert cut.stage_bytes >= group * cut.slice_words * word
+    seen = np.zeros((moves, layers, words), np.int8)
+    room = room * cut.stage_bytes // 10
+    for portion in cut_for_scratch(pool, moves, cut, room):
+        assert portion.moves.start % group == 0
+        assert len(portion.moves) * len(portion.layers) * len(portion.words) * word <= room
+        seen[np.ix_(portion.moves, portion.layers, portion.words)] += 1
+    assert (seen == 1).all()
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -605,9 +652,11 @@ def test_layouts_are_those_of_the_kernels(structure: str, dtype: Any, result: st
     ("kernel", "constants", "lines"),
     [
         ("compact", {}, f"BLOCK == {compact.BLOCK} && Smem::BYTES == {compact.SHARED_BYTES}"),
-        ("move", defines(16, "shared"), f"BLOCK == {move.BLOCK} && MAX_LAYERS == {move.MAX_LAYERS} && SLOT == 16"),
-        ("move", defines(4, "scratch"), "SLOT == 4 && STAGING == SCRATCH"),
-        ("move", defines(1, "shared"), "SLOT == 4 && STAGING == SHARED && sizeof(MoveParams) <= 4096"),
+        ("move", defines(16, "staged"), f"BLOCK == {move.BLOCK} && MAX_LAYERS == {move.MAX_LAYERS} && SLOT == 16"),
+        ("move", defines(4, "gather"), "SLOT == 4 && WAY == GATHER"),
+        ("move", defines(4, "scatter"), "WAY == SCATTER"),
+        ("move", defines(16, "direct"), "WAY == DIRECT && WARPS * ROWS * 2 == 32"),
+        ("move", defines(1, "staged"), "SLOT == 4 && WAY == STAGED && sizeof(MoveParams) <= 4096"),
     ],
 )
 def test_constants_agree_with_the_kernels(kernel: str, constants: dict[str, int], lines: str) -> None:
@@ -619,7 +668,7 @@ def test_constants_agree_with_the_kernels(kernel: str, constants: dict[str, int]
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
 def test_every_form_compiles_without_spills(arch: str) -> None:
     launches = (*compact.every_launch(), *move.every_launch())
-    assert len(launches) == 1 + len(WORDS) * len(STAGINGS)
+    assert len(launches) == 1 + len(WORDS) * len(WAYS)
     for launch in launches:
         compiled = compile_kernel(launch.kernel, launch.defines, arch)
         assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0), compiled.log

@@ -28,21 +28,21 @@ constexpr int MAX_LAYERS = 256;
 struct MoveParams {
   const void* src;  // [num_moves], int32 or int64
   const void* dst;
-  const void* n;  // entries of the list that count, int32 or int64; null: all
-  u8* scratch;    // [grid, slab_bytes] of STAGING == SCRATCH
+  const void* n;  // entries of the whole list that count, int32 or int64; null: all
+  u8* scratch;    // [num_layers, num_moves, row_words] words of WAY == GATHER and SCATTER
 
   i64 num_rows;    // of a layer
   i64 row_stride;  // bytes
-  i64 slab_bytes;
 
-  i32 num_moves;
+  i32 first_move;   // place of src[0] in the whole list
+  i32 num_moves;    // of this launch
   i32 chunk;        // moves of a task: whole groups
   i32 num_layers;   // at most MAX_LAYERS
-  i32 row_words;    // words of WORD bytes
-  i32 slice_words;  // of a task
+  i32 row_words;    // of a row that this launch moves, of WORD bytes
+  i32 slice_words;  // of a task; row_words but for WAY == STAGED
   i32 wide_src;     // 1: int64
   i32 wide_dst;
   i32 wide_n;
 
-  u64 layers[MAX_LAYERS];  // where each begins
+  u64 layers[MAX_LAYERS];  // the first of those words in row 0 of each
 };

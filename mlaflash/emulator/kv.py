@@ -75,7 +75,7 @@ def move_rows(
     seed : int
         Of the order in which threads take their turns.
     reports : list, optional
-        The `Report` of the launch, if there is one, is appended.
+        The `Report` of each launch is appended.
 
     Raises
     ------
@@ -85,9 +85,11 @@ def move_rows(
         As in `mlaflash.kv.move_rows`; there is no GPU to miss.
     """
     pool = Pool.from_arrays(numpy_view, kv_layers)
-    step = move.build(numpy_view, pool, Moves(src, dst, n, group), scratch, _aligned, validate=validate)
-    if step is not None:
-        _run(step.launch, step.params, step.arrays, {}, seed, reports)
+    found = move.build(numpy_view, pool, Moves(src, dst, n, group), scratch, _aligned, validate=validate)
+    if found is None:
+        return
+    for step in found.steps:
+        _run(step.launch, step.params, found.arrays, {}, seed, reports)
 
 
 def _aligned(size: int) -> Any:

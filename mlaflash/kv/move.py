@@ -1,10 +1,10 @@
-"""The kernel `move`: rows of all layers to other slots in one launch, whatever overlaps."""
+"""The kernel `move`: rows of all layers to other slots, whatever overlaps."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -23,22 +23,23 @@ from mlaflash.streams import as_stream, memory_for
 BLOCK: Final = 256
 MAX_LAYERS: Final = 256
 WORDS: Final = (16, 4, 1)
-STAGINGS: Final = {"shared": 0, "scratch": 1}
+WAYS: Final = {"staged": 0, "direct": 1, "gather": 2, "scatter": 3}
 # Several blocks of the first share a multiprocessor; the second fits every GPU's.
 MOST_STAGE_BYTES: Final = 98_304
 _STAGE_BYTES = (32_768, MOST_STAGE_BYTES)
 _SECTOR_BYTES = 32
-_SCRATCH_SLICE_BYTES = 128
+_SCRATCH_SLICE_BYTES = 128  # a line: less of a row at a time would waste what memory reads
 _MAX_SCRATCH_BYTES = 1 << 28
+_DIRECT_CHUNK = 32  # rows of a block: two rounds of its eight warps
 _MAX_INT = 2**31 - 1
 
 MOVE_PARAMS_DTYPE: Final = np.dtype(
     [(name, np.uint64) for name in ("src", "dst", "n", "scratch")]
-    + [(name, np.int64) for name in ("num_rows", "row_stride", "slab_bytes")]
+    + [(name, np.int64) for name in ("num_rows", "row_stride")]
     + [
         (name, np.int32)
         for name in (
-            *("num_moves", "chunk", "num_layers", "row_words"),
+            *("first_move", "num_moves", "chunk", "num_layers", "row_words"),
             *("slice_words", "wide_src", "wide_dst", "wide_n"),
         )
     ]
@@ -138,26 +139,23 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How the work on a list is cut into tasks; see `kernels/move.cu`.
+    """How the work on a list is cut into launches and tasks; see `kernels/move.cu`.
 
     Attributes
     ----------
-    staging : str
-        Of `STAGINGS`.
+    way : {"staged", "direct", "scratch"}
+        The last stands for pairs of launches, ``"gather"`` and ``"scatter"``.
     slice_words : int
-        Words of a row that a task moves.
+        Words of a row that a task moves; of ``"scratch"``, that a pair of launches moves at least.
     chunk : int
-        Moves of a task.
-    tasks : int
-        All of them, where the whole list counts.
+        Moves of a task; of ``"scratch"``, of a group.
     stage_bytes : int
-        What a task keeps, in shared memory or in a slab of scratch.
+        What a task keeps in shared memory; of ``"scratch"``, the least that a pair of launches keeps there.
     """
 
-    staging: str
+    way: str
     slice_words: int
     chunk: int
-    tasks: int
     stage_bytes: int
 
 
@@ -173,14 +171,10 @@ def choose_geometry(pool: Pool, num_moves: int, group: int) -> Geometry:
         At most `num_moves`.
     """
     word, row_words = pool.word, pool.row_bytes // pool.word
+    if group == 1:
+        return Geometry("direct", row_words, _DIRECT_CHUNK, 0)
     slot = max(word, 4)
     least = min(row_words, _SECTOR_BYTES // word)
-
-    def geometry(staging: str, slice_words: int, chunk: int, slot: int) -> Geometry:
-        chunk = min(chunk, _ceil_div(num_moves, group) * group)
-        tasks = len(pool.layers) * _ceil_div(row_words, slice_words) * _ceil_div(num_moves, chunk)
-        return Geometry(staging, slice_words, chunk, tasks, _ceil_div(chunk * slice_words * slot, 16) * 16)
-
     for room in _STAGE_BYTES:
         words = min(room // (slot * group), row_words)
         if words >= least:
@@ -188,47 +182,102 @@ def choose_geometry(pool: Pool, num_moves: int, group: int) -> Geometry:
             widest = words if words == row_words else words // least * least
             even = _ceil_div(row_words, _ceil_div(row_words, widest))
             slice_words = min(_ceil_div(even, least) * least, row_words)
-            return geometry("shared", slice_words, room // (slot * slice_words * group) * group, slot)
-    return geometry("scratch", min(row_words, _SCRATCH_SLICE_BYTES // word), group, word)
+            chunk = min(room // (slot * slice_words * group), _ceil_div(num_moves, group)) * group
+            return Geometry("staged", slice_words, chunk, _ceil_div(chunk * slice_words * slot, 16) * 16)
+    slice_words = min(row_words, _SCRATCH_SLICE_BYTES // word)
+    return Geometry("scratch", slice_words, group, _ceil_div(group * slice_words * word, 16) * 16)
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A checked launch of the kernel `move`.
+class Portion:
+    """What one launch, or one pair of them, moves.
+
+    Attributes
+    ----------
+    moves, layers, words : range
+        Of the list, of the layers, and of a row.
+    """
+
+    moves: range
+    layers: range
+    words: range
+
+
+def cut_for_scratch(pool: Pool, num_moves: int, cut: Geometry, room: int) -> Iterator[Portion]:
+    """Cut the work into portions whose rows fit scratch.
+
+    Parameters
+    ----------
+    pool : Pool
+    num_moves : int
+    cut : Geometry
+        Of ``"scratch"``.
+    room : int
+        Bytes of scratch, at least `cut.stage_bytes`.
+    """
+    row_words, group, num_layers = pool.row_bytes // pool.word, cut.chunk, len(pool.layers)
+    moves = min(max(room // (cut.slice_words * pool.word * group), 1) * group, _ceil_div(num_moves, group) * group)
+    slices = min(max(room // (cut.slice_words * pool.word * moves), 1), _ceil_div(row_words, cut.slice_words))
+    words = min(slices * cut.slice_words, row_words)
+    layers = max(room // (words * pool.word * moves), 1) if words == row_words else 1
+    for first_move in range(0, num_moves, moves):
+        for first_layer in range(0, num_layers, layers):
+            for first_word in range(0, row_words, words):
+                yield Portion(
+                    range(first_move, min(first_move + moves, num_moves)),
+                    range(first_layer, min(first_layer + layers, num_layers)),
+                    range(first_word, min(first_word + words, row_words)),
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A launch of the kernel `move`.
 
     Attributes
     ----------
     launch : Launch
     params : numpy.ndarray, shape (1,), `MOVE_PARAMS_DTYPE`
-    arrays : mapping of str to ArrayView
-        All that the kernel reads or writes.
     """
 
     launch: Launch
     params: npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Checked launches of the kernel `move`, in order.
+
+    Attributes
+    ----------
+    steps : tuple of Step
+    arrays : mapping of str to ArrayView
+        All that the kernel reads or writes.
+    """
+
+    steps: tuple[Step, ...]
     arrays: Mapping[str, ArrayView]
 
 
-def defines(word: int, staging: str) -> dict[str, int]:
+def defines(word: int, way: str) -> dict[str, int]:
     """Return the kernel's constants.
 
     Parameters
     ----------
     word : int
         Of `WORDS`.
-    staging : str
-        Of `STAGINGS`.
+    way : str
+        Of `WAYS`.
     """
-    return {"WORD": word, "STAGING": STAGINGS[staging]}
+    return {"WORD": word, "WAY": WAYS[way]}
 
 
 def every_launch() -> tuple[Launch, ...]:
     """Return a launch of each form that the kernel is compiled in, on one block with all that it may stage."""
-    room = {"shared": MOST_STAGE_BYTES, "scratch": 0}
     return tuple(
-        Launch("move", defines(word, staging), (1, 1, 1), BLOCK, shared_bytes)
+        Launch("move", defines(word, way), (1, 1, 1), BLOCK, MOST_STAGE_BYTES if way == "staged" else 0)
         for word in WORDS
-        for staging, shared_bytes in room.items()
+        for way in WAYS
     )
 
 
@@ -290,38 +339,61 @@ def build(
     if not num_moves or not pool.num_rows or not pool.row_bytes:
         return None
     cut = choose_geometry(pool, num_moves, group)
-    blocks, slab_bytes = min(cut.tasks, _MAX_INT), 0
-    if cut.staging == "scratch":
-        slab_bytes = cut.stage_bytes
+    whole = Portion(range(num_moves), range(len(pool.layers)), range(pool.row_bytes // pool.word))
+    if cut.way != "scratch":
+        steps: tuple[Step, ...] = (_step(pool, arrays, whole, cut.way, cut.slice_words, cut.chunk, cut.stage_bytes),)
+    else:
         if scratch is None:
-            scratch = new_scratch(slab_bytes * min(blocks, max(1, _MAX_SCRATCH_BYTES // slab_bytes)))
+            whole_bytes = num_moves * pool.row_bytes * len(pool.layers)
+            scratch = new_scratch(max(cut.stage_bytes, min(whole_bytes, _MAX_SCRATCH_BYTES)))
         arrays["scratch"] = buffer = vector(view, "scratch", scratch, ("uint8",))
-        if buffer.ptr % 16 or buffer.shape[0] < slab_bytes:
+        if buffer.ptr % 16 or buffer.shape[0] < cut.stage_bytes:
             raise InvalidArgumentError(
-                f"scratch has {buffer.shape[0]} bytes at address {buffer.ptr:#x}; a group of {group} moves needs a"
-                f" multiple of {slab_bytes}, at a multiple of 16. Each such slab keeps one block at work."
+                f"scratch has {buffer.shape[0]} bytes at address {buffer.ptr:#x}; a group of {group} moves needs at "
+                f"least {cut.stage_bytes}, at a multiple of 16. The more, the fewer launches."
             )
-        blocks = min(blocks, buffer.shape[0] // slab_bytes)
+        steps = tuple(
+            _step(pool, arrays, portion, way, len(portion.words), _DIRECT_CHUNK, 0)
+            for portion in cut_for_scratch(pool, num_moves, cut, buffer.shape[0])
+            for way in ("gather", "scatter")
+        )
+    return Move(steps, arrays | {layer.name: layer for layer in pool.layers})
+
+
+def _step(
+    pool: Pool,
+    arrays: Mapping[str, ArrayView],
+    portion: Portion,
+    way: str,
+    slice_words: int,
+    chunk: int,
+    shared_bytes: int,
+) -> Step:
+    """Make the launch that moves a portion one way."""
     params = np.zeros(1, MOVE_PARAMS_DTYPE)
     for name, array in arrays.items():
         params[name] = array.ptr
         if name != "scratch":
             params[f"wide_{name}"] = array.dtype == "int64"
+    first = portion.moves.start
+    for name in ("src", "dst"):
+        params[name] += np.uint64(first * arrays[name].strides[0] * arrays[name].itemsize if first else 0)
     for field, value in {
         "num_rows": pool.num_rows,
         "row_stride": pool.row_stride,
-        "slab_bytes": slab_bytes,
-        "num_moves": num_moves,
-        "chunk": cut.chunk,
-        "num_layers": len(pool.layers),
-        "row_words": pool.row_bytes // pool.word,
-        "slice_words": cut.slice_words,
+        "first_move": first,
+        "num_moves": len(portion.moves),
+        "chunk": chunk,
+        "num_layers": len(portion.layers),
+        "row_words": len(portion.words),
+        "slice_words": slice_words,
     }.items():
         params[field] = value
-    params["layers"][0, : len(pool.layers)] = [layer.ptr for layer in pool.layers]
-    shared_bytes = 0 if slab_bytes else cut.stage_bytes
-    launch = Launch("move", defines(pool.word, cut.staging), (blocks, 1, 1), BLOCK, shared_bytes)
-    return Move(launch, params, arrays | {layer.name: layer for layer in pool.layers})
+    begin = portion.words.start * pool.word
+    params["layers"][0, : len(portion.layers)] = [pool.layers[i].ptr + begin for i in portion.layers]
+    chunks = _ceil_div(len(portion.moves), chunk)
+    tasks = chunks * _ceil_div(len(portion.words), slice_words) * len(portion.layers)
+    return Step(Launch("move", defines(pool.word, way), (min(tasks, _MAX_INT), 1, 1), BLOCK, shared_bytes), params)
 
 
 def check_moves(arrays: Mapping[str, npt.NDArray[Any]], group: int, num_rows: int) -> None:
@@ -390,7 +462,7 @@ class RowMover:
             self.pool = Pool.from_arrays(device_view, kv_layers)
 
     def scratch_bytes(self, num_moves: int, group: int | None = None) -> int:
-        """Tell how much scratch keeps one block at work; 0 where none is needed.
+        """Tell how much scratch is needed at least; 0 where none is.
 
         Parameters
         ----------
@@ -424,7 +496,7 @@ class RowMover:
             view = functools.partial(device_view, stream=work_stream)
             memory = memory_for(src, work_stream, self._ordinal, is_current=stream is None)
             with memory.scope:
-                step = build(
+                move = build(
                     view,
                     self.pool,
                     Moves(src, dst, n, group),
@@ -432,17 +504,18 @@ class RowMover:
                     lambda size: memory.empty((size,), "uint8"),
                     validate=validate,
                 )
-                if step is None:
+                if move is None:
                     return
-                launch = step.launch
-                kernel = jit.load(
-                    launch.kernel, launch.defines, Device.current(), launch.shared_bytes, stream=work_stream
-                )
-                kernel.launch(launch.grid, launch.block, step.params, work_stream)
+                for step in move.steps:
+                    launch = step.launch
+                    kernel = jit.load(
+                        launch.kernel, launch.defines, Device.current(), launch.shared_bytes, stream=work_stream
+                    )
+                    kernel.launch(launch.grid, launch.block, step.params, work_stream)
 
 
 def scratch_bytes(pool: Pool, num_moves: int, group: int | None) -> int:
-    """Tell how much scratch keeps one block at work; 0 where none is needed.
+    """Tell how much scratch is needed at least; 0 where none is.
 
     Parameters
     ----------
@@ -455,7 +528,7 @@ def scratch_bytes(pool: Pool, num_moves: int, group: int | None) -> int:
     if not num_moves or not pool.row_bytes:
         return 0
     cut = choose_geometry(pool, num_moves, group)
-    return cut.stage_bytes if cut.staging == "scratch" else 0
+    return cut.stage_bytes if cut.way == "scratch" else 0
 
 
 def move_rows(
@@ -469,7 +542,7 @@ def move_rows(
     validate: bool = False,
     stream: Any = None,
 ) -> None:
-    """Move rows of all layers to other slots, in place and in one launch, on the GPU.
+    """Move rows of all layers to other slots, in place, on the GPU; in one launch but for long lists of one group.
 
     Every row is read before any is written: row ``dst[i]`` becomes what row ``src[i]`` was, whatever overlaps. Bytes
     are copied, so the layers may be of any element type. Nothing is read from the device but by the kernel, so a CUDA
@@ -487,12 +560,12 @@ def move_rows(
         How many entries count, read when the kernel runs; by default all.
     group : int, optional
         A promise about the list that makes it faster, as in `Moves`: entries of different groups of this length have
-        nothing to do with each other. Groups of up to 3,072 rows (768, where addresses or rows are no multiples of 4
-        bytes) are staged in shared memory; larger ones go through `scratch`. `plan_compact` and `plan_defrag` say
-        it for their lists.
+        nothing to do with each other. Rows of groups of 1 are copied directly; groups of up to 3,072 rows (768, where
+        addresses or rows are no multiples of 4 bytes) are staged in shared memory; larger ones go through `scratch`, by
+        two launches each time that it is full. `plan_compact` and `plan_defrag` say it for their lists.
     scratch : array, shape (bytes,), uint8, optional
-        Memory for groups that no shared memory holds: a multiple of `RowMover.scratch_bytes`, the more the faster; by
-        default new memory, of 256 MiB or what is needed at least.
+        Memory for groups that no shared memory holds: at least `RowMover.scratch_bytes`, the more the faster; by
+        default new memory, for all rows or of 256 MiB, or what is needed at least.
     validate : bool
         Look at the list first, which waits for the GPU.
     stream : stream or int, optional
