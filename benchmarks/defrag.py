@@ -92,21 +92,24 @@ def attend(shape: tuple[int, int, int, int], device: Device) -> Attention:
     return Attention(*shape, kernel, *times)
 
 
+def copy_rate(num_bytes: int, device: Device) -> float:
+    """Time a device-to-device copy: GB/s, reads and writes counted."""
+    source, target = (cupy.empty(num_bytes, "uint8") for _ in range(2))
+    stream = cupy.cuda.get_current_stream()
+
+    def copy() -> None:
+        target.data.copy_from_device_async(source.data, num_bytes, stream)
+
+    rate = 2 * num_bytes / measure(copy, device, samples=9).median_us / 1e3
+    return float(rate)
+
+
 def movements(device: Device, tokens: int) -> tuple[list[Movement], float]:
     """Time lists of moves, and the copy that they are held against, in GB/s."""
     rng = np.random.default_rng(0)
     row_bytes = 2 * ROW
     layers = [cupy.empty((2 * tokens, ROW), "uint16") for _ in range(LAYERS)]
-    # All layers' rows at once, from one half of the memory to the other.
-    block = cupy.empty((2, LAYERS * tokens * row_bytes // 2), "uint8")
-    copied = 2 * block[0].nbytes
-    stream = cupy.cuda.get_current_stream()
-
-    def copy() -> None:
-        cupy.cuda.runtime.memcpyAsync(block[1].data.ptr, block[0].data.ptr, block[0].nbytes, 3, stream.ptr)
-
-    ceiling = copied / measure(copy, device, samples=9).median_us / 1e3
-    del block
+    ceiling = copy_rate(LAYERS * tokens * row_bytes // 2, device)
     cupy.get_default_memory_pool().free_all_blocks()
     half = np.arange(tokens)
     ring = rng.permutation(2 * tokens)[:tokens]
@@ -178,9 +181,9 @@ def report(attentions: list[Attention], moved: list[Movement], ceiling: float, d
 HEAD = """\
 # When defragmentation pays
 
-A page table of single tokens hands out slots from anywhere. A row of the cache is 1,152 bytes, nine whole lines, so that
-a scattered read wastes none of what it fetches; what is left is the reach of the GPU's address translation. Moving a
-request costs twice its KV in traffic, in all layers. Measured by `python benchmarks/defrag.py`:
+A page table of single tokens hands out slots from anywhere. A row of the cache is 1,152 bytes, nine whole lines, so
+that a scattered read wastes none of what it fetches; what is left is the reach of the GPU's address translation. Moving
+a request costs twice its KV in traffic, in all layers. Measured by `python benchmarks/defrag.py`:
 
 """
 
