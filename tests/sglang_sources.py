@@ -23,7 +23,10 @@ REAL = {
 
 
 class Nothing:
-    """Stands for whatever is imported and not used: false, and its attributes and results are nothing too."""
+    """Stands for whatever is imported and not used: its attributes are nothing too, and questions are answered no.
+
+    The answer is a real bool, which Triton takes for a constant of a kernel.
+    """
 
     def __bool__(self) -> bool:
         return False
@@ -33,12 +36,18 @@ class Nothing:
             raise AttributeError(name)
         return Nothing()
 
-    def __call__(self, *arrays: Any, **options: Any) -> Any:
-        return Nothing()
+    def __call__(self, *arrays: Any, **options: Any) -> bool:
+        return False
+
+
+def is_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 KNOWN: dict[str, Any] = {
-    "is_cuda": lambda: True,
+    "is_cuda": is_cuda,
     "debug_kernel_api": lambda function: function,
     "next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
 }
