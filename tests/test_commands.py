@@ -110,6 +110,7 @@ def test_the_group_has_the_documented_commands() -> None:
         "cache list",
         "cache path",
         "cache clear",
+        "sglang-check",
     }
 
 

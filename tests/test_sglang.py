@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from sglang_cases import EmulatorRuntime, assert_right, backend, expected, seam_of, step, trees
 
-from mlaflash import MissingDependencyError, UnsupportedError
+from mlaflash import MissingDependencyError, NoDeviceError, UnsupportedError
+from mlaflash.commands.main import main
 from mlaflash.integrations import sglang, signatures
+from mlaflash.integrations.sglang_check import Outcome
 
 PARENTS = [[-1, 0, 0, 1, 1, 2, 3, 4], [-1, 0, 1, 2, 0, 4, 5, 6], [-1, 0, 0, 0, 1, 2, 3, 6]]
 PREFIXES = [130, 1, 67]
@@ -308,3 +312,54 @@ def test_register_hooks_the_backend(monkeypatch: pytest.MonkeyPatch, record: sig
     owner = backend(use_mla=False)
     hook(None, owner, "runner", skip_prefill=True)
     assert not owner.use_verify_splitkv
+
+
+def test_the_command_compares_sources(
+    monkeypatch: pytest.MonkeyPatch, record: signatures.Record, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(signatures, "installed", lambda package: ("0.5.23", tmp_path))
+    result = CliRunner().invoke(main, ["sglang-check", "--sources", "--json"])
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert (document["version"], document["passed"], document["results"]) == ("0.5.23", False, [])
+    assert any("verify_splitkv_fwd" in line for line in document["differences"])
+
+    monkeypatch.setattr(signatures, "read", lambda record, root: record)
+    result = CliRunner().invoke(main, ["sglang-check", "--sources"])
+    assert result.exit_code == 0
+    assert "SGLang 0.5.23: its sources are those recorded" in result.stdout
+
+    def no_gpu() -> None:
+        raise NoDeviceError("CUDA finds no GPU (planted).")
+
+    monkeypatch.setattr("mlaflash.device.Device.current", no_gpu)
+    assert CliRunner().invoke(main, ["sglang-check"]).exit_code == 3
+
+    monkeypatch.setattr(signatures, "installed", lambda package: ("9.9", tmp_path))
+    result = CliRunner().invoke(main, ["sglang-check"])
+    assert result.exit_code == 2
+    assert "sglang 9.9 is installed" in result.stderr
+
+
+def test_the_command_shows_what_the_backend_gave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right = Outcome("chain", 1, 4096, 8, 8, True, 0.004, 0.006, 0.0157, 20.0, 800.0)
+    outcomes = [right]
+    monkeypatch.setattr(signatures, "installed", lambda package: ("0.5.23", tmp_path))
+    monkeypatch.setattr(signatures, "read", lambda record, root: record)
+    monkeypatch.setattr("mlaflash.device.Device.current", lambda: SimpleNamespace(name="a GPU"))
+    monkeypatch.setattr("mlaflash.commands.sglang_check.load_engine", lambda: None)
+    monkeypatch.setattr("mlaflash.commands.sglang_check.check_engine", lambda engine, progress: outcomes)
+    result = CliRunner().invoke(main, ["sglang-check"], env={"COLUMNS": "150"})
+    assert result.exit_code == 0
+    assert "40.0x" in result.stdout
+    for change, words in (
+        ({"served": False}, "left to SGLang"),
+        ({"oracle_error": 0.1}, "1.00e-01 from the oracle"),
+        ({"oracle_error": float("nan")}, "nan from the oracle"),
+        ({"oracle_error": None, "sglang_error": 0.1}, "from SGLang's kernel"),
+    ):
+        outcomes[0] = replace(right, **change)
+        result = CliRunner().invoke(main, ["sglang-check", "--json"])
+        assert result.exit_code == 1
+        assert words in result.stderr
+        assert not json.loads(result.stdout)["passed"]

@@ -62,6 +62,18 @@ def test_a_tree_mask_that_is_ignored_is_noticed() -> None:
     assert "oracle" in found["tree"].failure
 
 
+def test_nan_is_noticed() -> None:
+    def poisoned(*arrays: Any, **options: Any) -> Any:
+        out, lse = emulator_place().verify(*arrays, **options)
+        out[0, 0, 0] = np.nan
+        return out, lse
+
+    (plain, *_) = check_tokens(broken(verify=poisoned), SMALL, requests=2, count=2)
+    assert np.isnan(plain.logit_error)
+    assert "nan from the oracle's" in plain.failure
+    assert plain.as_dict()["logit_error"] is None
+
+
 def test_bits_that_depend_on_the_draft_are_noticed() -> None:
     def noisy(q: Any, *arrays: Any, max_q_len: int, **options: Any) -> Any:
         out, lse = emulator_place().verify(q, *arrays, max_q_len=max_q_len, **options)

@@ -33,11 +33,11 @@ _COLUMNS = (
 @click.option("--sources", "only_sources", is_flag=True, help="Compare the sources alone; needs no GPU.")
 @json_option("one JSON document")
 def sglang_check(only_sources: bool, as_json: bool) -> None:
-    """Check the plugin against the SGLang that is installed; no server is started.
+    """Check the plugin against an installed SGLang.
 
-    First the sources that the plugin reaches into are compared with those it was made for. Then the Triton backend's
-    own verify call runs on synthetic batches with mlaflash's kernels and with SGLang's, and both are held against the
-    oracle and timed.
+    No server is started. First the sources that the plugin reaches into are compared with those it was made for. Then
+    the Triton backend's own verify call runs on synthetic batches with mlaflash's kernels and with SGLang's, and both
+    are held against the oracle and timed.
     """
     started = time.perf_counter()
     say = render.note if as_json else render.paragraph

@@ -17,7 +17,7 @@ from mlaflash import oracle
 from mlaflash.device import Device
 from mlaflash.errors import MissingDependencyError, UnsupportedError
 from mlaflash.integrations.sglang import attach
-from mlaflash.lab.compare import compare, tolerance
+from mlaflash.lab.compare import compare, finite_only, tolerance
 from mlaflash.lab.timing import measure
 from mlaflash.masks import TreeMask
 from mlaflash.params import DL, D
@@ -123,8 +123,8 @@ class Outcome:
         return ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
-        return asdict(self) | {"passed": not self.failure, "failure": self.failure}
+        """Return it as JSON holds it; a number that is not finite is None."""
+        return finite_only(asdict(self)) | {"passed": not self.failure, "failure": self.failure}
 
 
 def check_engine(

@@ -253,3 +253,15 @@ def _peak(values: Floats) -> tuple[int, ...]:
 
 def _first(flags: npt.NDArray[np.bool_]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argwhere(flags)[0])
+
+
+def finite_only(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace numbers that JSON cannot hold by None.
+
+    Parameters
+    ----------
+    values : dict of str to Any
+    """
+    return {
+        name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in values.items()
+    }

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlaflash import kv, spec
+from mlaflash.lab.compare import finite_only
 from mlaflash.lab.model import Model, ModelConfig, oracle_logits
 from mlaflash.masks import TreeMask
 from mlaflash.params import D, numpy_dtype
@@ -402,8 +403,8 @@ class Outcome:
         return ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
-        return asdict(self) | {"passed": not self.failure, "failure": self.failure}
+        """Return it as JSON holds it; a number that is not finite is None."""
+        return finite_only(asdict(self)) | {"passed": not self.failure, "failure": self.failure}
 
     @property
     def widest_gap(self) -> float:
@@ -477,14 +478,14 @@ def check_tokens(
             run(decoding, reference, min(count, 2))  # compiles, loads, allocates
         found = run(decoding, reference, count)
         plain = found if plain is None else plain
-        error, difference, divergences = 0.0, 0.0, []
+        errors, differences, divergences = [], [], []
         for b in range(requests):
             sequence = np.concatenate([prompts[b], found.tokens[b, :-1]]).astype(np.int64)
             expected = _expected(config, sequence.tobytes())[prompt_tokens - 1 :]
-            error = max(error, float(np.abs(found.logits[b] - expected).max()))
+            errors.append(np.abs(found.logits[b] - expected).max())
             differs = np.flatnonzero(found.tokens[b] != plain.tokens[b])
             common = slice(int(differs[0]) + 1 if differs.size else count)
-            difference = max(difference, float(np.abs(found.logits[b, common] - plain.logits[b, common]).max()))
+            differences.append(np.abs(found.logits[b, common] - plain.logits[b, common]).max())
             if differs.size:
                 best = np.sort(expected[differs[0]])[-2:]
                 divergences.append(Divergence(b, int(differs[0]), float(best[1] - best[0])))
@@ -499,8 +500,9 @@ def check_tokens(
             plain_steps=plain.steps,
             plain_seconds=plain.seconds,
             moved=found.moved,
-            difference=difference,
-            logit_error=error,
+            # NumPy's maximum keeps NaN.
+            difference=float(np.max(differences)),
+            logit_error=float(np.max(errors)),
             bound=2 * LOGIT_ERRORS[config.dtype],
             divergences=tuple(divergences),
         )
