@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-from mlaflash.errors import CaptureError, MlaFlashError
+from mlaflash.errors import MlaFlashError
 from mlaflash.integrations.signatures import differences, installed, load, read
+from mlaflash.integrations.steps import Planned, Plans, TorchRuntime
 from mlaflash.mask_source import MaskSource
 from mlaflash.params import DL, D
 
@@ -119,62 +120,6 @@ class _Key:
     is_split_q: bool
 
 
-@dataclass(slots=True)
-class _Planned:
-    """A plan, and what its last update was for."""
-
-    plan: Any
-    max_batch: int
-    lse: Any
-    metadata: Any = None
-    is_capturing: bool = False
-    layers: set[int] = field(default_factory=set)
-
-    def is_new_step(self, metadata: Any, layer: int, *, is_capturing: bool) -> bool:
-        """Tell whether a call begins a step.
-
-        All layers of a step share its metadata. A graph is captured after runs with the same metadata: then a layer
-        that was served already comes again, and the update must be part of the graph.
-        """
-        return metadata is not self.metadata or layer in self.layers or is_capturing != self.is_capturing
-
-
-class TorchRuntime:
-    """What a `VerifySeam` needs of torch."""
-
-    def make_plan(self, **capacity: Any) -> Any:
-        """Make a `mlaflash.VerifyPlan`."""
-        from mlaflash.plan import VerifyPlan
-
-        return VerifyPlan(**capacity)
-
-    def opaque(self, function: Any) -> Any:
-        """Keep torch's compiler out of a function."""
-        import torch
-
-        return torch.compiler.disable(function)
-
-    def is_capturing(self) -> bool:
-        """Tell whether the current stream is being captured."""
-        import torch
-
-        return bool(torch.cuda.is_current_stream_capturing())
-
-    def empty_lse(self, like: Any, shape: tuple[int, int]) -> Any:
-        """Allocate float32 beside an array."""
-        import torch
-
-        return torch.empty(shape, dtype=torch.float32, device=like.device)
-
-    def dtype_name(self, array: Any) -> str:
-        """Name an element type."""
-        return str(array.dtype).removeprefix("torch.")
-
-    def address(self, array: Any) -> int:
-        """Return where an array begins."""
-        return int(array.data_ptr())
-
-
 class VerifySeam:
     """Serves the verify steps of one backend.
 
@@ -193,9 +138,7 @@ class VerifySeam:
     def __init__(self, backend: Any, runtime: Any = None) -> None:
         self._backend = backend
         self.runtime = TorchRuntime() if runtime is None else runtime
-        self._plans: dict[_Key, _Planned] = {}
-        self._outgrown: list[_Planned] = []  # graphs may still use their memory
-        self._failed: dict[_Key, str] = {}
+        self._plans = Plans(self.runtime)
         self._told: set[str] = set()
 
     def verify(
@@ -291,19 +234,13 @@ class VerifySeam:
             logit_cap=float(logit_cap or 0.0),
             is_split_q=rope is not None,
         )
-        if key in self._failed:
-            return False
         try:
             planned = self._planned(key, latent, batch, max_bs)
             self._update(planned, key, k_buffer, kv_indptr, kv_indices, custom_mask, mask_indptr)
             options = {"kv_scale": k_scale} if key.is_fp8 else {}
             lse = planned.lse[: latent.shape[0]]
             planned.plan.run(q_extend, k_buffer, new_kv=k_extend[:, 0], out=o_extend, lse=lse, **options)
-        except CaptureError as error:
-            return self._leave(str(error))
         except MlaFlashError as error:
-            # Not tried again in every layer of every step.
-            self._failed[key] = str(error)
             return self._leave(str(error))
         return True
 
@@ -345,16 +282,13 @@ class VerifySeam:
             return f"{tokens} tokens of {batch} requests with {q_len} each; all must have as many"
         return ""
 
-    def _planned(self, key: _Key, like: Any, batch: int, max_bs: int | None) -> _Planned:
-        planned = self._plans.get(key)
-        if planned is not None and planned.max_batch >= batch:
-            return planned
-        if self.runtime.is_capturing():
-            raise CaptureError(f"the first step of its kind ({key}) is being captured. Run it once before.")
-        max_batch = max(batch, max_bs or 0)
-        plan = self.runtime.make_plan(
+    def _planned(self, key: _Key, like: Any, batch: int, max_bs: int | None) -> Planned:
+        planned, is_new = self._plans.find(
+            key,
+            batch,
+            max_bs or 0,
+            like,
             num_heads=key.heads,
-            max_batch=max_batch,
             max_q_len=key.q_len,
             max_kv_len=self._backend.max_context_len + key.q_len,
             sm_scale=key.sm_scale,
@@ -366,23 +300,20 @@ class VerifySeam:
             copy_ids=False,  # SGLang's list of slots stays for the step, and in a graph for good
             logit_cap=key.logit_cap,
         )
-        lse = self.runtime.empty_lse(like, (max_batch * key.q_len, key.heads))
-        if planned is not None:
-            self._outgrown.append(planned)
-        self._plans[key] = planned = _Planned(plan, max_batch, lse)
-        _logger.info(
-            "mlaflash: %s steps of %d draft tokens and %d heads run on %s (%.0f MB)",
-            key.mask,
-            key.q_len,
-            key.heads,
-            plan.work.config.kernel,
-            plan.workspace_bytes / 1e6,
-        )
+        if is_new:
+            _logger.info(
+                "mlaflash: %s steps of %d draft tokens and %d heads run on %s (%.0f MB)",
+                key.mask,
+                key.q_len,
+                key.heads,
+                planned.plan.work.config.kernel,
+                planned.plan.workspace_bytes / 1e6,
+            )
         return planned
 
     def _update(
         self,
-        planned: _Planned,
+        planned: Planned,
         key: _Key,
         k_buffer: Any,
         kv_indptr: Any,
