@@ -30,7 +30,7 @@ class Planned:
 
 
 class TorchRuntime:
-    """What a `VerifySeam` needs of torch."""
+    """What serving an engine needs of torch."""
 
     def make_plan(self, **capacity: Any) -> Any:
         """Make a `mlaflash.VerifyPlan`."""
@@ -55,6 +55,10 @@ class TorchRuntime:
         import torch
 
         return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+    def empty_out(self, like: Any, shape: tuple[int, int, int]) -> Any:
+        """Allocate the element type of an array beside it."""
+        return like.new_empty(shape)
 
     def dtype_name(self, array: Any) -> str:
         """Name an element type."""
