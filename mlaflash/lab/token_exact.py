@@ -27,7 +27,7 @@ DRAFTS: Final = {"plain": (-1,), "chain": CHAIN, "tree": TREE}
 DTYPES: Final = ("float32", "bfloat16")
 DEFRAG_STEPS: Final = 16
 LOGIT_ERRORS: Final = {"float32": 5e-5, "bfloat16": 0.05, "float16": 0.01}
-"""How far a logit, whose standard deviation is about 1, may be from the oracle's."""
+"""How far a logit, whose standard deviation is about 2, may be from the oracle's."""
 
 _RIGHT = (0.6, 0.25)  # how often a token's first draft is right, and its second one
 _ALIGN = 16
