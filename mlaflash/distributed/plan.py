@@ -1,0 +1,473 @@
+"""Verify steps over a KV cache whose tokens are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from mlaflash import mask_pack
+from mlaflash.checks import choice, integer
+from mlaflash.distributed import merging
+from mlaflash.distributed.communicator import Communicator
+from mlaflash.distributed.masking import mask_source
+from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
+from mlaflash.interop import ArrayView, as_cupy
+from mlaflash.mask_source import MaskSource
+from mlaflash.masks import TreeMask
+from mlaflash.params import DL, DR, MASK_CODES, D, numpy_dtype
+from mlaflash.plan import ALIGNMENT, VerifyPlan
+from mlaflash.problem import element_type, vector
+from mlaflash.sharding import Sharding, check_rank
+
+_LSE_UNIT = 16  # bytes: rows of out that lie behind an lse start on as many
+
+
+class ShardedPlan:
+    """Verify steps of a fixed capacity over a cache whose tokens are spread over ranks (decode context parallelism).
+
+    Each rank has its own heads of q, all query tokens, and some tokens of every request. A step gathers q over the
+    heads, attends all heads to the tokens of the rank (a `VerifyPlan`), and merges the partial results by their
+    log-sum-exp. All ranks make the same calls in the same order, with the same lengths, masks and numbers of query
+    tokens; only q, the cache and the page table differ.
+
+    As with a `VerifyPlan`, `update` and `run` may be captured in CUDA graphs, once each was run before.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Such as an `NcclCommunicator`, made on the GPU that is current now.
+    sharding : Interleaved or Contiguous
+    num_heads : int
+        Query heads of this rank; all ranks have as many.
+    max_batch, max_q_len : int
+        As in `VerifyPlan`.
+    max_kv_len : int
+        Most tokens of a request on all ranks, its new ones included.
+    sm_scale : float
+        As in `mla_verify`.
+    mask : {"causal", "none", "tree"}
+        Among the draft tokens, on whichever ranks they lie.
+    merge : {"reduce_scatter", "all_gather"}
+        What a rank gets: the result of its own heads, or that of all heads.
+    head_groups : int
+        Parts of the heads that are computed one after the other, each gathered and merged beside the attention of
+        another. 1 overlaps nothing, and is the fastest where the exchange is short: NCCL's kernels take
+        multiprocessors from the attention, and each group reads the KV again.
+    max_tokens : int, optional
+        Most query tokens of a step, padding included; by default ``max_batch * max_q_len``.
+    q_dtype, out_dtype : {"bfloat16", "float16"}, and "float32" for the second
+        As in `VerifyPlan`.
+    partial_dtype : {"bfloat16", "float16", "float32"}, optional
+        Of the partial results that are exchanged; by default that of `out`.
+    lse_base : {"e", "2"}
+        As in `mla_verify`.
+    **options
+        As in `VerifyPlan`, for the cache of this rank: `page_size`, `block_table`, `max_ids`, `id_dtype`, `copy_ids`,
+        `split_kv`, `logit_cap`, `tiles`, `budget`.
+
+    Attributes
+    ----------
+    communicator, sharding
+        As given.
+    local : VerifyPlan
+        Of all heads, or of a group of them, over the tokens of this rank.
+
+    Raises
+    ------
+    MlaFlashError
+        As in `VerifyPlan`.
+    """
+
+    _make_local: Callable[..., VerifyPlan] = VerifyPlan
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        sharding: Sharding,
+        *,
+        num_heads: int,
+        max_batch: int,
+        max_q_len: int,
+        max_kv_len: int,
+        sm_scale: float,
+        mask: str = "causal",
+        merge: str = "reduce_scatter",
+        head_groups: int = 1,
+        max_tokens: int | None = None,
+        q_dtype: Any = "bfloat16",
+        out_dtype: Any = None,
+        partial_dtype: Any = None,
+        lse_base: str = "e",
+        **options: Any,
+    ) -> None:
+        self.communicator, self.sharding = communicator, sharding
+        check_rank(sharding, communicator.rank)
+        if sharding.num_ranks != communicator.num_ranks:
+            raise InvalidArgumentError(
+                f"sharding is for {sharding.num_ranks} ranks and communicator for {communicator.num_ranks}; both must "
+                "agree."
+            )
+        self._mask = choice("mask", mask, tuple(MASK_CODES))
+        self._merge = choice("merge", merge, ("reduce_scatter", "all_gather"))
+        self._num_heads, self._groups = integer("num_heads", num_heads, 1), integer("head_groups", head_groups, 1)
+        if self._num_heads % self._groups:
+            raise InvalidArgumentError(f"num_heads is {num_heads} and head_groups {head_groups}; it must divide them.")
+        if self._groups > 1 and merge == "all_gather":
+            raise UnsupportedError("head_groups are for merge='reduce_scatter'; give 1 with 'all_gather'.")
+        if options.get("new_kv"):
+            raise UnsupportedError(
+                "new_kv is for a cache on one GPU; here each draft token lies in the cache of one rank. Write it there "
+                "before the step."
+            )
+        out_dtype = element_type("out_dtype", q_dtype if out_dtype is None else out_dtype)
+        self._out_dtype, self._lse_base = out_dtype, lse_base
+        # One query token sees all that there is, as with no mask.
+        is_masked = mask == "tree" or (mask == "causal" and max_q_len > 1)
+        self.local = self._make_local(
+            num_heads=self._heads_of_group * communicator.num_ranks,
+            max_batch=max_batch,
+            max_q_len=max_q_len,
+            max_kv_len=max(sharding.most_tokens(integer("max_kv_len", max_kv_len, 1)), 1),
+            sm_scale=sm_scale,
+            mask="tree" if is_masked else "none",
+            max_tokens=max_tokens,
+            q_dtype=q_dtype,
+            out_dtype=out_dtype if partial_dtype is None else partial_dtype,
+            lse_base=lse_base,
+            **options,
+        )
+        self._backend = self.local._backend
+        with self._backend.scope():
+            self._allocate()
+            self._lanes = self._make_lanes()
+            # As for all kernels of a plan, nothing is left to do for a run that is captured.
+            self._backend.load(
+                merging.merge_launch(self.local.capacity.out_dtype, out_dtype),
+                np.zeros(1, merging.MERGE_PARAMS_DTYPE),
+                None,
+            )
+
+    @property
+    def _heads_of_group(self) -> int:
+        """Heads of one rank in a group."""
+        return self._num_heads // self._groups
+
+    @property
+    def _is_gathered(self) -> bool:
+        return self._merge == "all_gather"
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _block_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of what one head gives: rows of out, then their lse."""
+        lse_bytes = -(-num_tokens * 4 // _LSE_UNIT) * _LSE_UNIT
+        return num_tokens * DL * numpy_dtype(self.local.capacity.out_dtype).itemsize + lse_bytes
+
+    def _allocate(self) -> None:
+        capacity, ranks = self.local.capacity, self.communicator.num_ranks
+        tokens, heads = capacity.max_tokens, ranks * self._num_heads
+        block = heads * self._block_bytes(tokens)
+        sizes = {
+            "q": heads * tokens * D * numpy_dtype(capacity.dtype).itemsize,
+            "parts": 0 if self._is_gathered else block,
+            "received": ranks * block if self._is_gathered else block,
+            "words": tokens * capacity.mask_words * 4,
+            "shard_lens": capacity.max_batch * 4,
+            "tail_lens": capacity.max_batch * 4,
+        }
+        sizes = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
+        self._memory = self._backend.memory(sum(sizes.values()), None)
+        self._offsets = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+        self._words = self._piece("words", (tokens, capacity.mask_words), "uint32")
+        self._shard_lens = self._piece("shard_lens", (capacity.max_batch,), "int32")
+        self._tail_lens = self._piece("tail_lens", (capacity.max_batch,), "int32")
+
+    def _piece(
+        self, name: str, shape: tuple[int, ...], dtype: str, skip: int = 0, strides: tuple[int, ...] | None = None
+    ) -> Any:
+        return self._backend.piece(self._memory, self._offsets[name] + skip, shape, dtype, strides)
+
+    def _states(self, name: str, skip: int, heads: tuple[int, ...], num_tokens: int) -> tuple[Any, Any]:
+        """View blocks of heads as out and lse; the last of `heads` are those of one result."""
+        dtype = self.local.capacity.out_dtype
+        size, block = numpy_dtype(dtype).itemsize, self._block_bytes(num_tokens)
+        before = tuple(block * int(np.prod(heads[i + 1 :])) for i in range(len(heads) - 1))
+        shape = (*heads[:-1], num_tokens, heads[-1])
+        out = self._piece(name, (*shape, DL), dtype, skip, (*before, DL * size, block, size))
+        return out, self._piece(name, shape, "float32", skip + num_tokens * DL * size, (*before, 4, block))
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        *,
+        kv_lens: Any,
+        qo_indptr: Any = None,
+        q_len: int | None = None,
+        kv_indptr: Any = None,
+        kv_indices: Any = None,
+        block_table: Any = None,
+        mask: TreeMask | MaskSource | None = None,
+        validate: bool = False,
+        stream: Any = None,
+    ) -> None:
+        """Take over the metadata of a step and schedule it; device work alone, without a word to other ranks.
+
+        Parameters
+        ----------
+        kv_lens : array, shape (B,), int32
+            Tokens of each request on all ranks.
+        qo_indptr, q_len
+            As in `VerifyPlan.update`.
+        kv_indptr, kv_indices, block_table : array
+            As in `VerifyPlan.update`: the pages of this rank, whose tokens follow each other as they do in the request.
+        mask : TreeMask or MaskSource
+            For a plan with ``mask="tree"``, and only for it: of the whole draft.
+        validate : bool
+            Check the values too: reads the device, and so synchronises.
+        stream : object, optional
+            As in `mla_verify`.
+
+        Raises
+        ------
+        ShapeError, InvalidArgumentError
+            As in `VerifyPlan.update`.
+        """
+        backend, capacity = self._backend, self.local.capacity
+        with backend.scope():
+            stream = backend.stream(stream, kv_lens)
+            lens = vector(backend.view, "kv_lens", kv_lens, ("int32",))
+            batch = lens.shape[0]
+            if batch > capacity.max_batch:
+                raise ShapeError(f"kv_lens has {batch} requests; the plan was made for {capacity.max_batch} at most.")
+            if (mask is not None) != (self._mask == "tree"):
+                raise InvalidArgumentError(
+                    f"mask is {'missing' if mask is None else 'given'}; a plan with mask={self._mask!r} takes "
+                    f"{'a TreeMask or a MaskSource' if mask is None else 'none'}."
+                )
+            source = None if mask is None else mask_source(mask)
+            shard_lens, tail_lens = self._shard_lens[:batch], self._tail_lens[:batch]
+            shard = mask_pack.Shard(self.sharding, self.communicator.rank, kv_lens, shard_lens, tail_lens)
+            is_masked = capacity.mask == "tree"
+            # Without a mask, the kernel has but lengths to write.
+            rows: dict[str, Any] = {"q_len": 0, "batch": batch}
+            if is_masked:
+                most = capacity.max_q_len if q_len is None else q_len
+                rows = {"q_len": most, "batch": batch} if qo_indptr is None else {"qo_indptr": qo_indptr}
+            packing = mask_pack.build(
+                backend.view,
+                source,
+                self._words,
+                self._words.shape[0],
+                capacity.max_q_len if is_masked else 0,
+                **rows,
+                shard=shard,
+            )
+            touched = {name: view.array for name, view in packing.arrays.items()} | {"sharded words": self._words}
+            backend.load(packing.launch, packing.params, stream)(stream, touched)
+            step: dict[str, Any] = {"kv_lens": shard_lens, "qo_indptr": qo_indptr, "q_len": q_len}
+            if is_masked:
+                step |= {"mask": TreeMask(self._words, capacity.max_q_len), "tail_lens": tail_lens}
+            pages = {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "block_table": block_table}
+            with self._current(stream):
+                self.local.update(**step, **pages, validate=validate, stream=stream)
+
+    def run(self, q: Any, kv_cache: Any, *, out: Any = None, lse: Any = None, stream: Any = None) -> tuple[Any, Any]:
+        """Attend the query tokens of the step that `update` planned to the tokens of all ranks.
+
+        Parameters
+        ----------
+        q : array, shape (T, H, 576), or pair
+            This rank's heads, as in `mla_verify`.
+        kv_cache : array
+            This rank's cache, as in `mla_verify`.
+        out : array, shape (T, H, 512), optional
+            Filled in place; with ``merge="all_gather"`` (T, N * H, 512), the heads of rank 0 first. Any strides with a
+            contiguous last axis and rows on 16 bytes. New memory of the library of `q` by default.
+        lse : array, shape as `out` without its last axis, float32, optional
+        stream : object, optional
+            As in `mla_verify`.
+
+        Returns
+        -------
+        out, lse : array
+
+        Raises
+        ------
+        ShapeError, InvalidArgumentError
+            As in `VerifyPlan.run`.
+        CommunicationError
+            Another rank is gone.
+        """
+        backend, ranks = self._backend, self.communicator.num_ranks
+        first = q[0] if isinstance(q, tuple | list) and q else q
+        with backend.scope():
+            stream = backend.stream(stream, first)
+            pieces = self._q_pieces(q)
+            num_tokens = pieces[0].shape[0]
+            shape = (num_tokens, self._num_heads * (ranks if self._is_gathered else 1), DL)
+            if out is None or lse is None:
+                made = backend.results(q, shape, self._out_dtype, stream)
+                out, lse = (made[0] if out is None else out), (made[1] if lse is None else lse)
+            self._check_results(out, lse, shape)
+            if not num_tokens:
+                return out, lse
+            with self._current(stream):
+                self._pack(pieces, num_tokens)
+                self._exchange(kv_cache, num_tokens, stream)
+                self._merge_groups(out, lse, num_tokens, stream)
+        return out, lse
+
+    def _q_pieces(self, q: Any) -> list[ArrayView]:
+        """View q: one array, or latent and rope columns."""
+        is_pair = isinstance(q, tuple | list)
+        arrays, widths = (list(q), [DL, DR]) if is_pair else ([q], [D])
+        views = [self._backend.view(f"q[{i}]" if is_pair else "q", array) for i, array in enumerate(arrays)]
+        dtype, rows = self.local.capacity.dtype, views[0].shape[:-1] if views else ()
+        for view, width in zip(views, widths, strict=False):
+            if view.dtype != dtype or view.shape != (*rows, width) or len(rows) != 2 or rows[1] != self._num_heads:
+                raise ShapeError(
+                    f"{view.name} is {view.dtype} {view.shape}; it must be {dtype} (T, {self._num_heads}, {width}), "
+                    "the heads of this rank."
+                )
+        if len(views) != len(widths):
+            raise ShapeError(f"q is a pair of {len(views)} arrays; give one of width {D}, or two of {DL} and {DR}.")
+        if rows[0] > self.local.capacity.max_tokens:
+            raise ShapeError(
+                f"q has {rows[0]} query tokens; the plan was made for {self.local.capacity.max_tokens} at most."
+            )
+        return views
+
+    def _check_results(self, out: Any, lse: Any, shape: tuple[int, ...]) -> None:
+        """Refuse what another rank would wait for in vain: nothing of a step has begun yet."""
+        for name, array, wanted, dtype in (("out", out, shape, self._out_dtype), ("lse", lse, shape[:-1], "float32")):
+            view = self._backend.view(name, array)
+            if view.shape != wanted or view.dtype != dtype:
+                raise ShapeError(f"{name} is {view.dtype} {view.shape}; it must be {dtype} {wanted}.")
+
+    def _pack(self, pieces: list[ArrayView], num_tokens: int) -> None:
+        """Lay this rank's heads of q where they are gathered: head by head, which is the layout of all heads then."""
+        ranks, heads = self.communicator.num_ranks, self._heads_of_group
+        # Bits are moved: the type of NumPy's own number will do.
+        gathered = self._piece("q", (self._groups, ranks, heads, num_tokens, D), "uint16")
+        column = 0
+        for piece in pieces:
+            source = self._array(piece).view("uint16").transpose(1, 0, 2)
+            for group in range(self._groups):
+                target = gathered[group, self.communicator.rank, :, :, column : column + piece.shape[-1]]
+                target[...] = source[group * heads : (group + 1) * heads]
+            column += piece.shape[-1]
+
+    def _exchange(self, kv_cache: Any, num_tokens: int, stream: Any) -> None:
+        """Gather q, attend, and exchange the partial results; group by group, communication beside attention."""
+        ranks, heads, lanes = self.communicator.num_ranks, self._heads_of_group, self._lanes
+        communication = lanes.fork(stream)
+        q_bytes = heads * num_tokens * D * numpy_dtype(self.local.capacity.dtype).itemsize
+        gathered = [
+            self._piece("q", (ranks, q_bytes), "uint8", group * ranks * q_bytes) for group in range(self._groups)
+        ]
+        for group, buffer in enumerate(gathered):
+            self.communicator.all_gather(buffer, communication)
+            lanes.mark(group)
+        part_bytes = heads * self._block_bytes(num_tokens)
+        for group in range(self._groups):
+            lanes.wait(group, stream)
+            q = self._piece("q", (ranks * heads, num_tokens, D), self.local.capacity.dtype, group * ranks * q_bytes)
+            skip = group * ranks * part_bytes
+            if self._is_gathered:
+                mine = self.communicator.rank * ranks * part_bytes
+                out, lse = self._states("received", mine, (ranks * heads,), num_tokens)
+            else:
+                out, lse = self._states("parts", skip, (ranks * heads,), num_tokens)
+            self.local.run(q.transpose(1, 0, 2), kv_cache, out=out, lse=lse, stream=stream)
+            lanes.follow(stream)
+            if self._is_gathered:
+                whole = self._piece("received", (ranks, ranks * part_bytes), "uint8")
+                self.communicator.all_gather(whole, communication)
+            else:
+                parts, received = (
+                    self._piece(name, (ranks, part_bytes), "uint8", skip) for name in ("parts", "received")
+                )
+                self.communicator.all_to_all(parts, received, communication)
+        lanes.mark(self._groups)
+        lanes.wait(self._groups, stream)
+
+    def _merge_groups(self, out: Any, lse: Any, num_tokens: int, stream: Any) -> None:
+        ranks, heads = self.communicator.num_ranks, self._heads_of_group
+        out, lse = (self._array(self._backend.view(name, array)) for name, array in (("out", out), ("lse", lse)))
+        part_bytes = heads * self._block_bytes(num_tokens)
+        count = heads * (ranks if self._is_gathered else 1)
+        for group in range(self._groups):
+            outs, lses = self._states("received", group * ranks * part_bytes, (ranks, count), num_tokens)
+            columns = slice(group * heads, group * heads + count)
+            step = merging.build(self._backend.view, outs, lses, out[:, columns], lse[:, columns], self._lse_base)
+            touched = {name: view.array for name, view in step.arrays.items()}
+            self._backend.load(step.launch, step.params, stream)(stream, touched)
+
+    # --- what a GPU does otherwise than the emulator -----------------------------------------------------------------
+
+    def _array(self, view: ArrayView) -> Any:
+        """Give a caller's array as one that slices and copies like the plan's own."""
+        return as_cupy(view)
+
+    def _current(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make the stream that of copies."""
+        current: AbstractContextManager[Any] = nullcontext() if stream is None else stream
+        return current
+
+    def _make_lanes(self) -> Lanes:
+        return GpuLanes(self._groups) if self._groups > 1 else Lanes()
+
+
+class Lanes:
+    """Order between attention and communication: all on the caller's stream."""
+
+    def fork(self, stream: Any) -> Any:
+        """Let communication follow what the caller enqueued, and return its stream."""
+        return stream
+
+    def follow(self, stream: Any) -> None:
+        """Let communication follow what the caller's stream has now."""
+
+    def mark(self, point: int) -> None:
+        """Name what communication has now."""
+
+    def wait(self, point: int, stream: Any) -> None:
+        """Let the caller's stream wait for what was named."""
+
+
+class GpuLanes(Lanes):
+    """Communication on a stream of its own.
+
+    Parameters
+    ----------
+    groups : int
+        Points that are named, but for the last one.
+    """
+
+    def __init__(self, groups: int) -> None:
+        import cupy
+
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._follow, *self._marks = (cupy.cuda.Event(disable_timing=True) for _ in range(groups + 2))
+
+    def fork(self, stream: Any) -> Any:
+        """Let communication follow what the caller enqueued, and return its stream."""
+        self.follow(stream)
+        return self._stream
+
+    def follow(self, stream: Any) -> None:
+        """Let communication follow what the caller's stream has now."""
+        self._follow.record(stream)
+        self._stream.wait_event(self._follow)
+
+    def mark(self, point: int) -> None:
+        """Name what communication has now."""
+        self._marks[point].record(self._stream)
+
+    def wait(self, point: int, stream: Any) -> None:
+        """Let the caller's stream wait for what was named."""
+        stream.wait_event(self._marks[point])
