@@ -255,6 +255,7 @@ class NcclCommunicator:
                 since = self._waits_since
                 if since is not None and time.monotonic() - since > self.timeout:
                     self._fail(f"NCCL waited for other ranks for {self.timeout:g} s")
+        self._disconnect()
 
     def _fail(self, reason: str) -> None:
         with self._lock:
@@ -293,6 +294,9 @@ class NcclCommunicator:
 
     def _leave(self) -> None:
         self._is_closed = True
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         for connection in self._peers.values():
             connection.close()
 

@@ -143,12 +143,20 @@ class ShardedPlan:
         with self._backend.scope():
             self._allocate()
             self._lanes = self._make_lanes()
-            # As for all kernels of a plan, nothing is left to do for a run that is captured.
-            self._backend.load(
-                merging.merge_launch(self.local.capacity.out_dtype, out_dtype),
-                np.zeros(1, merging.MERGE_PARAMS_DTYPE),
-                None,
-            )
+            self._load_kernels()
+
+    def _load_kernels(self) -> None:
+        """Load what is launched beside the local plan, so that nothing is left to do for a step that is captured."""
+        masks = [launch for launch in mask_pack.every_launch(is_sharded=True) if self._may_launch(launch.defines)]
+        copies = [launch for launch in mask_pack.every_launch() if launch.defines == mask_pack.defines("words")]
+        for launch in (*masks, *(copies if self.local.capacity.mask == "tree" else ())):
+            self._backend.load(launch, np.zeros(1, mask_pack.MASK_PARAMS_DTYPE), None)
+        merge = merging.merge_launch(self.local.capacity.out_dtype, self._out_dtype)
+        self._backend.load(merge, np.zeros(1, merging.MERGE_PARAMS_DTYPE), None)
+
+    def _may_launch(self, defines: dict[str, int]) -> bool:
+        """Whether these are the constants of a mask that `update` may be given."""
+        return (defines == mask_pack.defines("causal", is_sharded=True)) != (self._mask == "tree")
 
     @property
     def _heads_of_group(self) -> int:
