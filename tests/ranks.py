@@ -1,8 +1,5 @@
-"""Emulator ranks in processes of their own, and what each of them has of a problem."""
+"""Problems for several ranks, what each rank has of them, and how ranks of the emulator solve them."""
 
-import multiprocessing
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +7,6 @@ import numpy as np
 
 from mlaflash import emulator, oracle
 from mlaflash.distributed import Contiguous, Interleaved
-from mlaflash.errors import CommunicationError
 from mlaflash.lab.inputs import Case, build
 from mlaflash.mma_tiles import NARROW
 from mlaflash.sharding import Sharding
@@ -112,8 +108,8 @@ def even_runs(num_ranks: int, kv_len: int) -> Contiguous:
     return Contiguous((np.arange(num_ranks) * kv_len // num_ranks).astype(np.int32))
 
 
-def solve(memory: emulator.SharedMemory, rank: int, problems: list[Problem]) -> list[tuple[Any, Any]]:
-    """Solve all problems as one rank."""
+def solve(rank: int, memory: emulator.SharedMemory, problems: list[Problem]) -> list[tuple[Any, Any]]:
+    """Solve all problems as one rank of the emulator."""
     communicator = memory.communicator(rank)
     results = []
     for problem in problems:
@@ -126,26 +122,28 @@ def solve(memory: emulator.SharedMemory, rank: int, problems: list[Problem]) -> 
     return results
 
 
-def run_ranks(work: Callable[..., Any], memory: emulator.SharedMemory, *arguments: Any) -> list[Any]:
-    """Call ``work(memory, rank, *arguments)`` in a process for each rank, and return what they return or raise."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=_call, args=(results, work, memory, rank, arguments), daemon=True)
-        for rank in range(memory.num_ranks)
-    ]
-    for process in ranks:
-        process.start()
-    found: dict[int, Any] = dict(results.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join()
-    return [found[rank] for rank in range(memory.num_ranks)]
+def every_split(kv_len: int, q_len: int) -> dict[str, Any]:
+    """Give a batch of equal requests: request b has its first b tokens on rank 0, so that some are cut in the draft."""
+    begins = np.stack([np.zeros(kv_len + 1), np.arange(kv_len + 1)], axis=1).astype(np.int32)
+    return {"sharding": Contiguous(begins), "q_lens": (q_len,) * (kv_len + 1), "kv_lens": (kv_len,) * (kv_len + 1)}
 
 
-def _call(results: Any, work: Callable[..., Any], memory: emulator.SharedMemory, rank: int, arguments: Any) -> None:
-    try:
-        results.put((rank, work(memory, rank, *arguments)))
-    except CommunicationError as error:
-        results.put((rank, error))
-    except Exception:  # not all can be sent
-        results.put((rank, RuntimeError(traceback.format_exc())))
+RAGGED: dict[str, Any] = {"q_lens": (7, 1, 0, 5, 3), "kv_lens": (61, 17, 33, 3, 0)}
+TWO = {
+    "every split of a chain": Problem(**every_split(21, 6)),
+    "every split of a tree": Problem(**every_split(21, 6), mask="tree", seed=1),
+    "interleaved tokens": Problem(Interleaved(2), **RAGGED),
+    "interleaved pages, tree": Problem(Interleaved(2, 4), **RAGGED, mask="tree", page_size=4),
+    "decode": Problem(Interleaved(2, 16), (1, 1), (40, 16), page_size=16),
+    "no mask": Problem(Interleaved(2, 3), **RAGGED, mask="none"),
+    "an empty shard": Problem(Contiguous(np.array([0, 1000], np.int32)), **RAGGED, mask="tree"),
+    "all heads everywhere": Problem(Interleaved(2), **RAGGED, mask="tree", plan={"merge": "all_gather"}),
+    "groups of heads": Problem(Interleaved(2), **RAGGED, plan={"head_groups": 2}),
+    "float32 partials in base 2": Problem(
+        Interleaved(2, 2), **RAGGED, plan={"partial_dtype": "float32", "out_dtype": "float32", "lse_base": "2"}
+    ),
+}
+THREE = {
+    "interleaved chain": Problem(Interleaved(3, 2), **RAGGED, heads=1),
+    "runs, tree": Problem(even_runs(3, 61), **RAGGED, heads=1, mask="tree", seed=5),
+}
