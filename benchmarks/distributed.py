@@ -55,7 +55,7 @@ def cache(step: Step, rank: int, num_ranks: int, layer: int) -> tuple[Any, Any]:
 
     count = step.kv_len // PAGE
     generator = cupy.random.default_rng(layer)
-    tokens = generator.standard_normal((step.batch, count, PAGE, 576), dtype="float32")[:, rank::num_ranks]
+    tokens = generator.standard_normal((step.batch, count, PAGE, 576), np.float32)[:, rank::num_ranks]
     flat = tokens.astype("bfloat16").reshape(-1, PAGE, 576)
     del tokens
     order = np.random.default_rng(layer).permutation(len(flat)).astype(np.int32)
@@ -102,6 +102,8 @@ def measure(rank: int, num_ranks: int, address: tuple[str, int], steps: list[Ste
             with stream:
                 results.append(measure_step(step, communicator, stream))
             results[-1]["seconds"] = time.perf_counter() - started
+            if rank == 0:  # at once: a later step may fail
+                print(step, {name: round(us, 1) for name, us in results[-1]["us"].items()}, flush=True)
             cupy.get_default_memory_pool().free_all_blocks()
     return results
 
@@ -163,7 +165,12 @@ def measure_step(step: Step, communicator: NcclCommunicator, stream: Any) -> dic
         for shard, _ in shards:
             plan.run(mine, shard, out=out, lse=lse)
 
-    times = {"one_gpu": one_us, "step": time_graph(sharded, layers, communicator, stream)}
+    begin = time.perf_counter()
+    for _ in range(20):
+        plan.run(mine, shards[0][0], out=out, lse=lse)
+    host_us = (time.perf_counter() - begin) / 20 * 1e6
+    communicator.synchronize(stream)
+    times = {"host": [host_us], "one_gpu": one_us, "step": time_graph(sharded, layers, communicator, stream)}
     times |= measure_parts(step, plan, shards, communicator, stream)
     return {
         **asdict(step),
@@ -217,7 +224,7 @@ def measure_parts(
 
 def table(results: list[list[Any]]) -> str:
     """Write what all ranks measured: of each time that of the slowest rank."""
-    names = ("one_gpu", "step", "attention", "gather", "exchange", "update")
+    names = ("one_gpu", "step", "attention", "gather", "exchange", "update", "host")
     lines = ["B q H kv groups | " + " ".join(f"{name:>9}" for name in names) + "  (us) | step / one GPU | right"]
     for of_ranks in zip(*results, strict=True):
         first = of_ranks[0]

@@ -14,6 +14,7 @@ from ranks import RAGGED, SCALE, THREE, TWO, Problem, solve, tokens_of
 from mlaflash import TreeMask, emulator, mask_pack
 from mlaflash.device import Device
 from mlaflash.distributed import Contiguous, Interleaved, ShardedPlan, merging, shard_lens
+from mlaflash.distributed.plan import Lanes
 from mlaflash.emulator import SharedMemory, correct_partial, merge_partials, run_kernel, shard_mask
 from mlaflash.errors import CommunicationError, InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.jit import compile_kernel
@@ -251,6 +252,68 @@ def plan(sharding: Sharding | None = None, **changes: Any) -> ShardedPlan:
 def test_what_cannot_work_is_refused(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+class Trace(Lanes):
+    """Notes what the caller's stream and that of the communication wait for."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def fork(self, stream: Any) -> Any:
+        self.steps.append("fork")
+
+    def follow(self, stream: Any) -> None:
+        self.steps.append("follow")
+
+    def mark(self, point: int) -> None:
+        self.steps.append(f"mark {point}")
+
+    def wait(self, point: int, stream: Any) -> None:
+        self.steps.append(f"wait {point}")
+
+
+def test_groups_of_heads_are_gathered_and_merged_beside_the_attention_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = Problem(Interleaved(1), (4,), (30,))
+    trace = Trace()
+    made, local = plan(head_groups=2), problem.local(0)
+    made.update(**problem.update(), block_table=local["block_table"])
+    steps = trace.steps
+    monkeypatch.setattr(made, "_lanes", trace)
+    for target, name in ((made.communicator, "all_gather"), (made.communicator, "all_to_all"), (made.local, "run")):
+        real = getattr(target, name)
+        monkeypatch.setattr(target, name, lambda *a, n=name, f=real, **k: (steps.append(n), f(*a, **k))[1])
+    made.run(local["q"], local["kv_cache"])
+    assert steps == [
+        *("fork", "all_gather", "mark 0", "all_gather", "mark 1"),
+        *("wait 0", "run", "follow", "all_to_all"),
+        *("wait 1", "run", "follow", "all_to_all"),
+        *("mark 2", "wait 2"),
+    ]
+
+
+def test_a_plan_runs_again_with_other_results_and_other_numbers_of_tokens() -> None:
+    problem = Problem(Interleaved(1), (4,), (30,))
+    made, local = plan(head_groups=2), problem.local(0)
+    made.update(**problem.update(), block_table=local["block_table"])
+    expected = made.run(local["q"], local["kv_cache"])
+    dtype = expected[0].dtype
+    for _ in range(2):
+        out = np.zeros((2, 4, 520), dtype).transpose(1, 0, 2)[..., :512]
+        lse = np.zeros((4, 3), np.float32)[:, 1:]
+        assert made.run(local["q"], local["kv_cache"], out=out, lse=lse) == (out, lse)
+        assert out.tobytes() == expected[0].tobytes()
+        assert lse.tobytes() == expected[1].tobytes()
+    pair = local["q"][..., :512], local["q"][..., 512:]
+    for again, first in zip(made.run(pair, local["kv_cache"]), expected, strict=True):
+        assert again.tobytes() == first.tobytes()
+    made.update(**problem.update() | {"qo_indptr": None, "q_len": 1}, block_table=local["block_table"])
+    out, _ = made.run(local["q"][3:], local["kv_cache"])
+    assert out.tobytes() == expected[0][3:].tobytes()
+    out, lse = made.run(local["q"][:0], local["kv_cache"])
+    assert (out.shape, lse.shape) == ((0, 2, 512), (0, 2))
 
 
 def test_a_step_that_does_not_fit_its_plan_is_refused() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mlaflash import mask_pack
 from mlaflash.checks import choice, integer
@@ -18,11 +19,36 @@ from mlaflash.interop import ArrayView, as_cupy
 from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
 from mlaflash.params import DL, DR, MASK_CODES, D, numpy_dtype
-from mlaflash.plan import ALIGNMENT, VerifyPlan
+from mlaflash.plan import ALIGNMENT, Launcher, VerifyPlan
 from mlaflash.problem import element_type, vector
 from mlaflash.sharding import Sharding, check_rank
 
 _LSE_UNIT = 16  # bytes: rows of out that lie behind an lse start on as many
+_MOST_LAYOUTS = 1024  # of steps that are remembered
+
+
+class _Group(NamedTuple):
+    """The memory of a group of heads, for a number of query tokens."""
+
+    gathered: Any  # [N, bytes] of q
+    mine: Any  # [heads, T, 576] of q: this rank's
+    q: Any  # [T, all heads, 576]
+    out: Any  # of all heads over this rank's tokens
+    lse: Any
+    parts: Any  # [N, bytes]: the same, as it is given away
+    received: Any  # [N, bytes]
+    outs: Any  # [N, T, heads, 512]: the same, as it is merged
+    lses: Any
+
+
+class _MergeLaunch(NamedTuple):
+    """The merge of a group of heads, for results of some layout."""
+
+    launch: Launcher
+    params: npt.NDArray[np.void]
+    out_skip: int  # bytes from the first element of the whole result
+    lse_skip: int
+    parts: dict[str, Any]
 
 
 class ShardedPlan:
@@ -192,11 +218,50 @@ class ShardedPlan:
         self._words = self._piece("words", (tokens, capacity.mask_words), "uint32")
         self._shard_lens = self._piece("shard_lens", (capacity.max_batch,), "int32")
         self._tail_lens = self._piece("tail_lens", (capacity.max_batch,), "int32")
+        self._layouts: dict[int, tuple[_Group, ...]] = {}
+        self._merges: dict[Hashable, tuple[_MergeLaunch, ...]] = {}
 
     def _piece(
         self, name: str, shape: tuple[int, ...], dtype: str, skip: int = 0, strides: tuple[int, ...] | None = None
     ) -> Any:
         return self._backend.piece(self._memory, self._offsets[name] + skip, shape, dtype, strides)
+
+    def _groups_of(self, num_tokens: int) -> tuple[_Group, ...]:
+        """View the memory as a step of so many query tokens uses it."""
+        found = self._layouts.get(num_tokens)
+        if found is None:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            found = self._layouts[num_tokens] = tuple(self._group(i, num_tokens) for i in range(self._groups))
+        return found
+
+    def _group(self, index: int, num_tokens: int) -> _Group:
+        ranks, heads, rank = self.communicator.num_ranks, self._heads_of_group, self.communicator.rank
+        q_bytes = heads * num_tokens * D * numpy_dtype(self.local.capacity.dtype).itemsize
+        part_bytes = heads * self._block_bytes(num_tokens)
+        q_skip, skip = index * ranks * q_bytes, index * ranks * part_bytes
+        q = self._piece("q", (ranks * heads, num_tokens, D), self.local.capacity.dtype, q_skip)
+        if self._is_gathered:
+            # Each rank's results of all heads; its own are written where they are gathered.
+            received = parts = self._piece("received", (ranks, ranks * part_bytes), "uint8")
+            out, lse = self._states("received", rank * ranks * part_bytes, (ranks * heads,), num_tokens)
+            outs, lses = self._states("received", 0, (ranks, ranks * heads), num_tokens)
+        else:
+            parts, received = (self._piece(name, (ranks, part_bytes), "uint8", skip) for name in ("parts", "received"))
+            out, lse = self._states("parts", skip, (ranks * heads,), num_tokens)
+            outs, lses = self._states("received", skip, (ranks, heads), num_tokens)
+        return _Group(
+            gathered=self._piece("q", (ranks, q_bytes), "uint8", q_skip),
+            # Bits are moved: the type of NumPy's own number will do.
+            mine=self._piece("q", (heads, num_tokens, D), "uint16", q_skip + rank * q_bytes),
+            q=q.transpose(1, 0, 2),
+            out=out,
+            lse=lse,
+            parts=parts,
+            received=received,
+            outs=outs,
+            lses=lses,
+        )
 
     def _states(self, name: str, skip: int, heads: tuple[int, ...], num_tokens: int) -> tuple[Any, Any]:
         """View blocks of heads as out and lse; the last of `heads` are those of one result."""
@@ -324,9 +389,10 @@ class ShardedPlan:
             if not num_tokens:
                 return out, lse
             with self._current(stream):
-                self._pack(pieces, num_tokens)
-                self._exchange(kv_cache, num_tokens, stream)
-                self._merge_groups(out, lse, num_tokens, stream)
+                groups = self._groups_of(num_tokens)
+                self._pack(pieces, groups)
+                self._exchange(kv_cache, groups, stream)
+                self._merge_groups(out, lse, groups, stream)
         return out, lse
 
     def _q_pieces(self, q: Any) -> list[ArrayView]:
@@ -356,64 +422,61 @@ class ShardedPlan:
             if view.shape != wanted or view.dtype != dtype:
                 raise ShapeError(f"{name} is {view.dtype} {view.shape}; it must be {dtype} {wanted}.")
 
-    def _pack(self, pieces: list[ArrayView], num_tokens: int) -> None:
+    def _pack(self, pieces: list[ArrayView], groups: tuple[_Group, ...]) -> None:
         """Lay this rank's heads of q where they are gathered: head by head, which is the layout of all heads then."""
-        ranks, heads = self.communicator.num_ranks, self._heads_of_group
-        # Bits are moved: the type of NumPy's own number will do.
-        gathered = self._piece("q", (self._groups, ranks, heads, num_tokens, D), "uint16")
-        column = 0
+        heads, column = self._heads_of_group, 0
         for piece in pieces:
             source = self._array(piece).view("uint16").transpose(1, 0, 2)
-            for group in range(self._groups):
-                target = gathered[group, self.communicator.rank, :, :, column : column + piece.shape[-1]]
-                target[...] = source[group * heads : (group + 1) * heads]
+            for i, group in enumerate(groups):
+                columns = group.mine[..., column : column + piece.shape[-1]]
+                columns[...] = source[i * heads : (i + 1) * heads]
             column += piece.shape[-1]
 
-    def _exchange(self, kv_cache: Any, num_tokens: int, stream: Any) -> None:
+    def _exchange(self, kv_cache: Any, groups: tuple[_Group, ...], stream: Any) -> None:
         """Gather q, attend, and exchange the partial results; group by group, communication beside attention."""
-        ranks, heads, lanes = self.communicator.num_ranks, self._heads_of_group, self._lanes
+        lanes, communicator = self._lanes, self.communicator
         communication = lanes.fork(stream)
-        q_bytes = heads * num_tokens * D * numpy_dtype(self.local.capacity.dtype).itemsize
-        gathered = [
-            self._piece("q", (ranks, q_bytes), "uint8", group * ranks * q_bytes) for group in range(self._groups)
-        ]
-        for group, buffer in enumerate(gathered):
-            self.communicator.all_gather(buffer, communication)
-            lanes.mark(group)
-        part_bytes = heads * self._block_bytes(num_tokens)
-        for group in range(self._groups):
-            lanes.wait(group, stream)
-            q = self._piece("q", (ranks * heads, num_tokens, D), self.local.capacity.dtype, group * ranks * q_bytes)
-            skip = group * ranks * part_bytes
-            if self._is_gathered:
-                mine = self.communicator.rank * ranks * part_bytes
-                out, lse = self._states("received", mine, (ranks * heads,), num_tokens)
-            else:
-                out, lse = self._states("parts", skip, (ranks * heads,), num_tokens)
-            self.local.run(q.transpose(1, 0, 2), kv_cache, out=out, lse=lse, stream=stream)
+        for i, group in enumerate(groups):
+            communicator.all_gather(group.gathered, communication)
+            lanes.mark(i)
+        for i, group in enumerate(groups):
+            lanes.wait(i, stream)
+            self.local.run(group.q, kv_cache, out=group.out, lse=group.lse, stream=stream)
             lanes.follow(stream)
             if self._is_gathered:
-                whole = self._piece("received", (ranks, ranks * part_bytes), "uint8")
-                self.communicator.all_gather(whole, communication)
+                communicator.all_gather(group.received, communication)
             else:
-                parts, received = (
-                    self._piece(name, (ranks, part_bytes), "uint8", skip) for name in ("parts", "received")
-                )
-                self.communicator.all_to_all(parts, received, communication)
-        lanes.mark(self._groups)
-        lanes.wait(self._groups, stream)
+                communicator.all_to_all(group.parts, group.received, communication)
+        lanes.mark(len(groups))
+        lanes.wait(len(groups), stream)
 
-    def _merge_groups(self, out: Any, lse: Any, num_tokens: int, stream: Any) -> None:
-        ranks, heads = self.communicator.num_ranks, self._heads_of_group
-        out, lse = (self._array(self._backend.view(name, array)) for name, array in (("out", out), ("lse", lse)))
-        part_bytes = heads * self._block_bytes(num_tokens)
-        count = heads * (ranks if self._is_gathered else 1)
-        for group in range(self._groups):
-            outs, lses = self._states("received", group * ranks * part_bytes, (ranks, count), num_tokens)
-            columns = slice(group * heads, group * heads + count)
-            step = merging.build(self._backend.view, outs, lses, out[:, columns], lse[:, columns], self._lse_base)
-            touched = {name: view.array for name, view in step.arrays.items()}
-            self._backend.load(step.launch, step.params, stream)(stream, touched)
+    def _merge_groups(self, out: Any, lse: Any, groups: tuple[_Group, ...], stream: Any) -> None:
+        """Merge the partial results of all ranks, in launches that are made once for each layout of the results."""
+        (out_ptr, out_layout), (lse_ptr, lse_layout) = (self._backend.locate(array) for array in (out, lse))
+        key = (out_layout, lse_layout)
+        merges = self._merges.get(key)
+        if merges is None:
+            if len(self._merges) >= _MOST_LAYOUTS:
+                self._merges.clear()
+            merges = self._merges[key] = self._bind(out, lse, groups)
+        for merge in merges:
+            merge.params["out"], merge.params["lse"] = out_ptr + merge.out_skip, lse_ptr + merge.lse_skip
+            merge.launch(stream, merge.parts | {"out": out, "lse": lse} if self._backend.keeps_track else {})
+
+    def _bind(self, out: Any, lse: Any, groups: tuple[_Group, ...]) -> tuple[_MergeLaunch, ...]:
+        views = [self._backend.view(name, array) for name, array in (("out", out), ("lse", lse))]
+        out, lse = (self._array(view) for view in views)
+        bound = []
+        for i, group in enumerate(groups):
+            begin, count = i * self._heads_of_group, group.outs.shape[2]
+            results = out[:, begin : begin + count], lse[:, begin : begin + count]
+            step = merging.build(self._backend.view, group.outs, group.lses, *results, self._lse_base)
+            launch = self._backend.load(step.launch, step.params, None)
+            out_skip, lse_skip = (int(step.params[view.name][0]) - view.ptr for view in views)
+            bound.append(
+                _MergeLaunch(launch, step.params, out_skip, lse_skip, {"outs": group.outs, "lses": group.lses})
+            )
+        return tuple(bound)
 
     # --- what a GPU does otherwise than the emulator -----------------------------------------------------------------
 
