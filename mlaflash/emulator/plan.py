@@ -69,9 +69,9 @@ class EmulatorBackend:
         # Of an array without elements, NumPy still wants the offset inside.
         return np.ndarray(shape, numpy_dtype(dtype), memory, offset if 0 not in shape else 0, strides)
 
-    def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any]:
+    def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any, None]:
         """Allocate out and lse, filled with NaN."""
-        return np.full(shape, np.nan, numpy_dtype(out_dtype)), np.full(shape[:-1], np.nan, np.float32)
+        return np.full(shape, np.nan, numpy_dtype(out_dtype)), np.full(shape[:-1], np.nan, np.float32), None
 
     def scope(self) -> AbstractContextManager[Any]:
         """Nothing is to be done."""
