@@ -382,17 +382,19 @@ class ShardedPlan:
             pieces = self._q_pieces(q)
             num_tokens = pieces[0].shape[0]
             shape = (num_tokens, self._num_heads * (ranks if self._is_gathered else 1), DL)
-            if out is None or lse is None:
-                made = backend.results(q, shape, self._out_dtype, stream)
-                out, lse = (made[0] if out is None else out), (made[1] if lse is None else lse)
+            makes_out, makes_lse, export = out is None, lse is None, None
+            if makes_out or makes_lse:
+                new_out, new_lse, export = backend.results(q, shape, self._out_dtype, stream)
+                out, lse = (new_out if makes_out else out), (new_lse if makes_lse else lse)
             self._check_results(out, lse, shape)
-            if not num_tokens:
-                return out, lse
-            with self._current(stream):
-                groups = self._groups_of(num_tokens)
-                self._pack(pieces, groups)
-                self._exchange(kv_cache, groups, stream)
-                self._merge_groups(out, lse, groups, stream)
+            if num_tokens:
+                with self._current(stream):
+                    groups = self._groups_of(num_tokens)
+                    self._pack(pieces, groups)
+                    self._exchange(kv_cache, groups, stream)
+                    self._merge_groups(out, lse, groups, stream)
+            if export is not None:
+                out, lse = (export(out) if makes_out else out), (export(lse) if makes_lse else lse)
         return out, lse
 
     def _q_pieces(self, q: Any) -> list[ArrayView]:
