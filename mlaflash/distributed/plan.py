@@ -80,8 +80,8 @@ class ShardedPlan:
         What a rank gets: the result of its own heads, or that of all heads.
     head_groups : int
         Parts of the heads that are computed one after the other, each gathered and merged beside the attention of
-        another. 1 overlaps nothing, and is the fastest where the exchange is short: NCCL's kernels take
-        multiprocessors from the attention, and each group reads the KV again.
+        another. 1 overlaps nothing, and is for where the exchange is short: NCCL's kernels take multiprocessors from
+        the attention, and each group reads the KV again.
     max_tokens : int, optional
         Most query tokens of a step, padding included; by default ``max_batch * max_q_len``.
     q_dtype, out_dtype : {"bfloat16", "float16"}, and "float32" for the second
