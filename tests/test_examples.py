@@ -27,10 +27,7 @@ def output_of(example: str) -> str:
 
 def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "cupy_tree.py",
-        "emulator.py",
-        "speculative_decode.py",
-        "torch_graph.py",
+        *("emulator.py", "cupy_tree.py", "torch_graph.py", "context_parallel.py", "speculative_decode.py"),
     }
 
 
@@ -44,6 +41,12 @@ def test_speculative_decode() -> None:
     sequences = [re.search(r"(\d+) of (\d+) sequences as in plain decoding", line) for line in lines[1:]]
     assert len(sequences) == 3
     assert all(found and found[1] == found[2] for found in sequences)
+
+
+def test_context_parallel() -> None:
+    errors = errors_of("context_parallel.py")
+    assert errors
+    assert all(0 < error < 0.05 for error in errors)
 
 
 @pytest.mark.gpu
