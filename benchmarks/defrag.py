@@ -166,12 +166,12 @@ def report(attentions: list[Attention], moved: list[Movement], ceiling: float, d
         )
     lines += [
         "",
-        f"`move_rows` over {LAYERS} layers of 1,152-byte rows; a device-to-device copy of as much runs at "
-        f"{ceiling:,.0f} GB/s, reads and writes counted.",
+        f"`move_rows` over {LAYERS} layers of 1,152-byte rows; a device-to-device copy runs at {ceiling:,.0f} GB/s, reads "
+        "and writes counted.",
         "",
         "| list | rows | us | GB/s | of the copy |",
         "|---|---|---|---|---|",
-        *(f"| {m.name} | {m.rows:,} | {m.us:,.1f} | {m.gb_s:,.0f} | {m.of_copy:.0%} |" for m in moved),
+        *(f"| {m.name} | {m.rows:,} | {m.us:,.1f} | {m.gb_s:,.0f} | {m.of_copy:.1%} |" for m in moved),
     ]
     few = [m.us for m in moved if m.rows == 16]
     lines += ["", f"16 rows: {few[1] / few[0]:.1f} times faster than a gather and a scatter of each layer."]
