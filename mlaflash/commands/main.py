@@ -9,6 +9,7 @@ import click
 
 import mlaflash
 from mlaflash.commands import render
+from mlaflash.commands.bench import bench
 from mlaflash.commands.cache import cache
 from mlaflash.commands.check import check
 from mlaflash.commands.compile import compile_
@@ -41,11 +42,11 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(mlaflash.__version__, prog_name="mlaflash")
 def main() -> None:
-    """MLA verify attention: check, sweep, explain and compile its CUDA kernels.
+    """MLA verify attention: check, time, sweep, explain and compile its CUDA kernels.
 
     Exit status: 0 passed, 1 wrong numbers or failed, 2 usage, 3 no GPU where one was asked for.
     """
 
 
-for _command in (check, sweep, plan, compile_, info, cache):
+for _command in (check, bench, sweep, plan, compile_, info, cache):
     main.add_command(_command)

@@ -1,0 +1,159 @@
+"""Figures of what was measured or predicted; needs the extra ``plot``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlaflash.errors import InvalidArgumentError, MissingDependencyError
+from mlaflash.lab.bench import BenchRecord
+
+_PANEL = 5.2  # inches
+_MAX_LINES = 12
+
+
+def plot_bench(records: Sequence[BenchRecord], path: Path) -> None:
+    """Draw a roofline, time against KV tokens, and time against rows.
+
+    Parameters
+    ----------
+    records : sequence of BenchRecord
+        Those without a time are left out.
+    path : Path
+        Its suffix decides the format, such as ``.png`` or ``.svg``.
+
+    Raises
+    ------
+    MissingDependencyError
+        matplotlib is not installed.
+    InvalidArgumentError
+        No record has a time, or the file cannot be written.
+    """
+    timed = [record for record in records if record.us]
+    if not timed:
+        raise InvalidArgumentError("there is nothing to plot: no step has a time. See why in their rows.")
+    figure, (roof, by_length, by_rows) = _figure(3, 1)
+    _roofline(roof, timed)
+    _lines(by_length, timed, "kv_len", ("batch", "rows"), "KV tokens of a request")
+    _lines(by_rows, timed, "rows", ("batch", "kv_len"), "rows of a request (query tokens x heads)")
+    is_predicted = any(record.status == "predicted" for record in timed)
+    figure.suptitle(f"{timed[0].gpu}, {'PREDICTED by the cost model, not measured' if is_predicted else 'measured'}")
+    save(figure, path)
+
+
+def _roofline(axes: Any, records: Sequence[BenchRecord]) -> None:
+    ceilings = records[0].ceilings
+    if ceilings is not None:
+        read, mma = ceilings["read_gb_s"] / 1e3, ceilings["mma_tflop_s"]
+    else:
+        read, mma = records[0].predicted_from["dram_gbps"] / 1e3, None
+    intensities, rates = [], []
+    for record in records:
+        flop, num_bytes = work(record)
+        intensities.append(flop / num_bytes)
+        rates.append(flop / (record.us or 1.0) / 1e6)
+    axes.scatter(intensities, rates, s=14, zorder=3)
+    span = [min(intensities) / 2, max(intensities) * 2]
+    axes.plot(span, [read * x for x in span], color="black", linewidth=1, label=f"read, {read:.2f} TB/s")
+    if mma is not None:
+        axes.plot(span, [mma, mma], color="gray", linewidth=1, label=f"mma.sync, {mma:.0f} TFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte of KV, q and out", ylabel="TFLOP/s", title="roofline")
+    axes.legend(fontsize=7)
+
+
+def work(record: BenchRecord) -> tuple[float, float]:
+    """Return the operations of a step and its bytes, every KV row counted once, and all tokens as if seen.
+
+    Parameters
+    ----------
+    record : BenchRecord
+    """
+    itemsize = 4 if record.problem["dtype"] == "float32" else 2
+    lens = record.problem["kv_lens"]
+    tokens = sum(lens) if len(lens) == record.batch else record.batch * lens[0]
+    flop = 2.0 * (576 + 512) * record.rows * tokens
+    return flop, itemsize * (576.0 * tokens + record.batch * record.rows * (576 + 512))
+
+
+def _lines(axes: Any, records: Sequence[BenchRecord], x: str, group: tuple[str, str], label: str) -> None:
+    lines: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
+    for record in records:
+        lines[getattr(record, group[0]), getattr(record, group[1])].append((getattr(record, x), record.us or 0.0))
+    longest = sorted(lines.items(), key=lambda item: (-len(item[1]), item[0]))[:_MAX_LINES]
+    for (first, second), points in sorted(longest):
+        points.sort()
+        name = f"{group[0]} {first}, {group[1]} {second:,}"
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=name)
+    axes.set(xscale="log", yscale="log", xlabel=label, ylabel="us", title=f"time against {label}")
+    axes.legend(fontsize=6)
+
+
+def plot_grid(
+    tables: Mapping[str, Mapping[tuple[int, int], float]], axes_names: tuple[str, str], title: str, path: Path
+) -> None:
+    """Draw heat maps side by side, one for each table.
+
+    Parameters
+    ----------
+    tables : mapping of str to mapping of (int, int) to float
+        By title: the value at each pair of coordinates.
+    axes_names : tuple of str
+        Of the first coordinate, downwards, and of the second, to the right.
+    title : str
+        What the values are.
+    path : Path
+
+    Raises
+    ------
+    MissingDependencyError, InvalidArgumentError
+        As `plot_bench`.
+    """
+    figure, panels = _figure(len(tables), 0.8)
+    values = [value for table in tables.values() for value in table.values()]
+    low, high = min(values), max(values)
+    for panel, (name, table) in zip(panels, tables.items(), strict=True):
+        downwards, right = (sorted({point[axis] for point in table}) for axis in range(2))
+        grid = [[table.get((y, x), float("nan")) for x in right] for y in downwards]
+        panel.imshow(grid, vmin=low, vmax=high, cmap="viridis_r", aspect="auto")
+        panel.set_xticks(range(len(right)), map(str, right))
+        panel.set_yticks(range(len(downwards)), map(str, downwards))
+        panel.set(xlabel=axes_names[1], ylabel=axes_names[0], title=name)
+        for row, cells in enumerate(grid):
+            for column, value in enumerate(cells):
+                if value == value:
+                    panel.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color="white")
+    figure.suptitle(title)
+    save(figure, path)
+
+
+def _figure(panels: int, scale: float) -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"plotting needs matplotlib, which cannot be imported ({error}); pip install 'mlaflash[plot]'."
+        ) from error
+    figure = Figure(figsize=(_PANEL * scale * panels, _PANEL * scale), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    return figure, axes
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+    path : Path
+
+    Raises
+    ------
+    InvalidArgumentError
+        Its suffix is no format, or it cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"--plot is {path}, which cannot be written: {error}. Name another file.") from error
