@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaflash.errors import InvalidArgumentError, MissingDependencyError
+from mlaflash.floors import mma_tflop_s
 from mlaflash.lab.bench import BenchRecord
 
 _PANEL = 5.2  # inches
@@ -44,21 +45,26 @@ def plot_bench(records: Sequence[BenchRecord], path: Path) -> None:
 
 
 def _roofline(axes: Any, records: Sequence[BenchRecord]) -> None:
-    ceilings = records[0].ceilings
+    ceilings, inputs = records[0].ceilings, records[0].predicted_from
     if ceilings is not None:
         read, mma = ceilings["read_gb_s"] / 1e3, ceilings["mma_tflop_s"]
     else:
-        read, mma = records[0].predicted_from["dram_gbps"] / 1e3, None
+        read = inputs["dram_gbps"] / 1e3
+        mma = mma_tflop_s(inputs["num_sms"], inputs["sm_ghz"], inputs["mma_clocks"])
     intensities, rates = [], []
     for record in records:
         flop, num_bytes = work(record)
         intensities.append(flop / num_bytes)
         rates.append(flop / (record.us or 1.0) / 1e6)
     axes.scatter(intensities, rates, s=14, zorder=3)
-    span = [min(intensities) / 2, max(intensities) * 2]
-    axes.plot(span, [read * x for x in span], color="black", linewidth=1, label=f"read, {read:.2f} TB/s")
-    if mma is not None:
-        axes.plot(span, [mma, mma], color="gray", linewidth=1, label=f"mma.sync, {mma:.0f} TFLOP/s")
+    span = sorted([min(intensities) / 2, mma / read, max(intensities) * 2])
+    axes.plot(
+        span,
+        [min(read * x, mma) for x in span],
+        color="black",
+        linewidth=1,
+        label=f"read {read:.2f} TB/s, mma.sync {mma:.0f} TFLOP/s",
+    )
     axes.set(xscale="log", yscale="log", xlabel="FLOP a byte of KV, q and out", ylabel="TFLOP/s", title="roofline")
     axes.legend(fontsize=7)
 
@@ -80,11 +86,13 @@ def work(record: BenchRecord) -> tuple[float, float]:
 def _lines(axes: Any, records: Sequence[BenchRecord], x: str, group: tuple[str, str], label: str) -> None:
     lines: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
     for record in records:
-        lines[getattr(record, group[0]), getattr(record, group[1])].append((getattr(record, x), record.us or 0.0))
+        # Drafts of other lengths on one prefix belong together.
+        values = [getattr(record, name) - (record.q_len if name == "kv_len" else 0) for name in group]
+        lines[values[0], values[1]].append((getattr(record, x), record.us or 0.0))
     longest = sorted(lines.items(), key=lambda item: (-len(item[1]), item[0]))[:_MAX_LINES]
     for (first, second), points in sorted(longest):
         points.sort()
-        name = f"{group[0]} {first}, {group[1]} {second:,}"
+        name = f"{group[0]} {first}, {'prefix' if group[1] == 'kv_len' else group[1]} {second:,}"
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=name)
     axes.set(xscale="log", yscale="log", xlabel=label, ylabel="us", title=f"time against {label}")
     axes.legend(fontsize=6)
