@@ -91,6 +91,39 @@ def speed_of(device: Device) -> Speed:
 
 
 @dataclass(frozen=True, slots=True)
+class TileCounts:
+    """What a block does for one KV tile, all warps together: counted by the emulator, and in the machine code.
+
+    Attributes
+    ----------
+    mma : int
+        ``mma.sync.m16n8k16``.
+    ldmatrix : int
+        Of four 8 x 8 matrices.
+    shared_bytes : int
+        That threads load from and store to shared memory besides, to exchange scores and weights for the most part.
+    copied_bytes : int
+        Of the KV, and of page ids, that asynchronous copies write to shared memory.
+    barriers : int
+        Arrivals of warps at named barriers.
+    arrivals : int
+        Of threads and copies at mbarriers.
+    """
+
+    mma: int
+    ldmatrix: int
+    shared_bytes: int
+    copied_bytes: int
+    barriers: int
+    arrivals: int
+
+    @property
+    def shared_clocks(self) -> float:
+        """Clocks that the path to shared memory is busy, at 128 bytes a clock; an ``ldmatrix`` takes four."""
+        return 4 * self.ldmatrix + (self.shared_bytes + self.copied_bytes) / 128
+
+
+@dataclass(frozen=True, slots=True)
 class RowClass:
     """Costs of one configuration.
 
@@ -101,10 +134,7 @@ class RowClass:
         From a block's first instruction to its first tile, and from its last to its end.
     tile_clocks : float
         Measured time of a tile: the chain of loads, products, exchange and softmax.
-    mma : int
-        Tensor-core instructions of a tile.
-    shared_clocks : float
-        Clocks that a tile occupies the path to shared memory.
+    counts : TileCounts
     blocks_per_sm : int
         Blocks that share a multiprocessor, and with it these times.
     least_capability : tuple of int
@@ -118,8 +148,7 @@ class RowClass:
     config: MmaKernelConfig
     start_us: float
     tile_clocks: float
-    mma: int
-    shared_clocks: float
+    counts: TileCounts
     blocks_per_sm: int = 1
     least_capability: tuple[int, int] = (8, 0)
     takes_lists: bool = True
@@ -127,20 +156,25 @@ class RowClass:
 
 
 ROW_CLASSES: Final = (
-    RowClass(NARROW, start_us=5.8, tile_clocks=832, mma=136, shared_clocks=592),
-    RowClass(ROWS_32, start_us=7.2, tile_clocks=1253, mma=272, shared_clocks=690),
-    RowClass(ROWS_32_PAIR, start_us=7.2, tile_clocks=2390, mma=544, shared_clocks=1380, blocks_per_sm=2),
+    RowClass(NARROW, start_us=5.8, tile_clocks=832, counts=TileCounts(136, 68, 16_896, 18_688, 4, 0)),
+    RowClass(ROWS_32, start_us=7.2, tile_clocks=1253, counts=TileCounts(272, 136, 32_768, 18_432, 8, 264)),
+    RowClass(
+        ROWS_32_PAIR,
+        start_us=7.2,
+        tile_clocks=2390,
+        counts=TileCounts(272, 136, 8_192, 18_432, 4, 132),
+        blocks_per_sm=2,
+    ),
     RowClass(
         ROWS_64_ROLES,
         start_us=14.0,
         tile_clocks=1566,
-        mma=544,
-        shared_clocks=884,
+        counts=TileCounts(544, 104, 48_656, 18_432, 16, 280),
         least_capability=(9, 0),
         takes_lists=False,
         least_page_size=TILE,
     ),
-    RowClass(ROWS_64, start_us=9.8, tile_clocks=1700, mma=544, shared_clocks=1360),
+    RowClass(ROWS_64, start_us=9.8, tile_clocks=1700, counts=TileCounts(544, 272, 16_384, 18_432, 8, 264)),
 )
 """Configurations to choose from, fewest rows first; of equal times the first one is taken."""
 
@@ -434,10 +468,11 @@ class _Model:
 
     def tile_times(self, row_class: RowClass) -> dict[str, float]:
         """Return the clocks of a tile by each of its limits."""
+        counts, blocks = row_class.counts, row_class.blocks_per_sm
         return {
             "latency of a tile": row_class.tile_clocks,
-            "tensor cores": _MMA_OVERHEAD * row_class.mma * self.speed.mma_clocks,
-            "shared memory": row_class.shared_clocks,
+            "tensor cores": _MMA_OVERHEAD * blocks * counts.mma * self.speed.mma_clocks,
+            "shared memory": blocks * counts.shared_clocks,
         }
 
     def tile_us(self, row_class: RowClass) -> float:
@@ -493,8 +528,7 @@ class _Model:
                 "tiles_per_block": _ceil(self.tiles, splits),
                 "start_us": row_class.start_us,
                 "tile_clocks": row_class.tile_clocks,
-                "mma_per_tile": row_class.mma,
-                "shared_clocks": row_class.shared_clocks,
+                **{f"{name}_per_tile": count for name, count in asdict(row_class.counts).items()},
                 "kv_mb": self.batch * self.kv_len * _KV_ROW_BYTES / 1e6,
                 "partial_mb": 0.0 if splits == 1 else self.partial_mb(splits),
             },

@@ -156,6 +156,17 @@ def spell(config: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
+def is_plain(config: Mapping[str, Any]) -> bool:
+    """Whether a form has no feature that most calls do without, and is not that of deterministic calls.
+
+    Parameters
+    ----------
+    config : mapping of str to Any
+        From `form`.
+    """
+    return not any(config.get(name) for name in (*_FEATURES, "deterministic"))
+
+
 def variants(
     arch: str,
     dtypes: Sequence[str],
