@@ -325,11 +325,10 @@ def choose(
     bound = min(best)[0] * (1 + _ACCURACY)
     good = [(model.row_tiles(c), us, splits, c) for c, (us, splits) in zip(fitting, best, strict=True) if us <= bound]
     _, us, splits, row_class = min(good, key=lambda candidate: candidate[:3])
-    prediction = model.prediction(row_class, splits)
-    return Choice(row_class.config, splits, us, model.reasons(row_class, splits), prediction)
+    return Choice(row_class.config, splits, us, model.reasons(row_class, splits), model.prediction(row_class, splits))
 
 
-def predict(
+def choice_of(
     config: MmaKernelConfig,
     num_splits: int,
     rows_per_request: int,
@@ -339,19 +338,21 @@ def predict(
     *,
     partial_bytes: int = 2,
     speed: Speed | None = None,
-) -> Prediction:
-    """Predict the time of a call with given constants and splits.
+) -> Choice:
+    """Predict a call with given constants and splits.
 
     Parameters
     ----------
     config : MmaKernelConfig
-        Constants that are none of `ROW_CLASSES` cost what the nearest of them do: same kernel, rows, threads.
+        Constants that are none of `ROW_CLASSES` cost what the nearest of them do: same rows, threads, kernel.
     num_splits : int
     rows_per_request, batch, max_kv_len, device, partial_bytes, speed
         As in `choose`.
     """
     model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes)
-    return model.prediction(_nearest_class(config), num_splits)
+    row_class = _nearest_class(config)
+    prediction = model.prediction(row_class, num_splits)
+    return Choice(config, num_splits, prediction.total_us, model.reasons(row_class, num_splits), prediction)
 
 
 def candidates(

@@ -73,6 +73,7 @@ LAYERS = [
     {"interop"},
     {"combine", "mask_source", "masks", "merge", "mma_tiles", "problem", "scale", "spec", "streams", "tiles"},
     {"cost"},
+    {"tuned"},
     {"jit", "kv", "mask_pack", "oracle", "schedule"},
     {"reuse"},
     {"attention"},

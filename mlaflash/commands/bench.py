@@ -121,7 +121,7 @@ def bench(
         )
         _show(records, as_json, as_csv)
     else:
-        runner = _runner(budget)
+        runner = make_runner(budget)
         steps = _with_kernel(steps, kernel, given_axes(arguments), runner.device)
         where = {"seed": seed, "samples": samples, **limits}
         ceilings = known_ceilings(runner.device, anew=measure_ceilings)
@@ -171,11 +171,23 @@ def repeat(step: Step, where: Mapping[str, Any]) -> str:
     return f"mlaflash bench {as_options(values | dict(where))}{''.join(flags)}"
 
 
-def _runner(budget: str | None) -> lab.Runner:
+def make_runner(budget: str | None) -> lab.Runner:
+    """Take this machine's GPU.
+
+    Parameters
+    ----------
+    budget : str or None
+        Architecture whose shared memory to keep to.
+
+    Raises
+    ------
+    NoDeviceError
+        There is none, or no CuPy.
+    """
     try:
         return lab.GpuRunner(budget)
     except (MissingDependencyError, NoDeviceError) as error:
-        raise NoDeviceError(f"{error} Without a GPU: --predict, --compare.") from error
+        raise NoDeviceError(f"{error} Without a GPU there is --predict, and bench --compare.") from error
 
 
 def _steps(suites: Sequence[str], arguments: Mapping[str, Any], dtype: str, out_dtype: str | None) -> list[Step]:

@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -24,6 +25,7 @@ from mlaflash.floors import Roofline, roofline
 from mlaflash.lab.ceilings import Ceilings
 from mlaflash.lab.compare import Comparison, compare, tolerance
 from mlaflash.lab.environment import revision, versions
+from mlaflash.lab.sweep import FIRST_SAMPLES
 from mlaflash.lab.target import no_progress
 from mlaflash.lab.timing import Timing, measure
 from mlaflash.lab.workload import Expected, Workload, block
@@ -92,6 +94,21 @@ class Measured:
     lse: np.ndarray[Any, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What came of trying a step.
+
+    Attributes
+    ----------
+    timing : Timing
+    out, lse : numpy.ndarray, shapes (T, H, 512) and (T, H)
+    """
+
+    timing: Timing
+    out: np.ndarray[Any, Any]
+    lse: np.ndarray[Any, Any]
+
+
 class Runner(Protocol):
     """What steps are timed with.
 
@@ -102,6 +119,39 @@ class Runner(Protocol):
     """
 
     device: Device
+
+    def load(self, workload: Workload) -> Any:
+        """Make the arguments of a call where it runs.
+
+        Parameters
+        ----------
+        workload : Workload
+
+        Raises
+        ------
+        LaunchError
+            There is too little memory.
+        """
+
+    def attempt(self, loaded: Any, step: Step, samples: int, hopeless_us: float) -> Attempt:
+        """Run and time the launches of a step; with few timings where all of the first are hopeless.
+
+        Parameters
+        ----------
+        loaded : Any
+            From `load`.
+        step : Step
+            With its constants.
+        samples : int
+            Durations to take.
+        hopeless_us : float
+            A time that is of no interest.
+
+        Raises
+        ------
+        LaunchError
+            CUDA refused or aborted it.
+        """
 
     def measure(self, workload: Workload, step: Step, samples: int) -> Measured:
         """Run and time a step.
@@ -452,7 +502,9 @@ def predict_schedule(step: Step, device: Device, schedule: Schedule) -> cost.Pre
         return None
     partial_bytes = numpy_dtype(step.shape.out_dtype or step.shape.dtype).itemsize
     lens = len(step.kv_lens), max(step.kv_lens)
-    return cost.predict(config, schedule.num_splits, step.shape.rows, *lens, device, partial_bytes=partial_bytes)
+    return cost.choice_of(
+        config, schedule.num_splits, step.shape.rows, *lens, device, partial_bytes=partial_bytes
+    ).prediction
 
 
 def measured_roofline(step: Step, device: Device, ceilings: Ceilings) -> Roofline:
@@ -517,17 +569,7 @@ class GpuRunner:
         self._blocks: dict[tuple[str, int, slice], Any] = {}
 
     def load(self, workload: Workload) -> dict[str, Any]:
-        """Make the arguments of a call on the GPU.
-
-        Parameters
-        ----------
-        workload : Workload
-
-        Raises
-        ------
-        LaunchError
-            There is too little memory.
-        """
+        """Make the arguments of a call on the GPU."""
         import cupy
 
         try:
@@ -573,29 +615,42 @@ class GpuRunner:
             (cache.data + begin).copy_from_device_async(rows.data, size, self.stream)
         return cache
 
+    def attempt(self, loaded: Any, step: Step, samples: int, hopeless_us: float) -> Attempt:
+        """Run and time the launches of a step."""
+        from mlaflash.attention import prepare
+
+        with self._errors(), self.stream as stream:
+            call = prepare(**loaded, kernel=step.kernel, tiles=step.config, budget=self._budget)
+            timing = measure(call.launch, self.device, stream=stream, samples=min(FIRST_SAMPLES, samples))
+            if samples > FIRST_SAMPLES and min(timing.samples_us) < hopeless_us:
+                timing = measure(call.launch, self.device, stream=stream, samples=samples)
+            return Attempt(timing, *_packed(call, step))
+
     def measure(self, workload: Workload, step: Step, samples: int) -> Measured:
         """Run and time a step."""
-        import cupy
-
         from mlaflash.attention import mla_verify, prepare
 
         arguments = self.load(workload)
         choice: dict[str, Any] = {"kernel": step.kernel, "tiles": step.config, "budget": self._budget}
+        with self._errors(), self.stream as stream:
+            call = prepare(**arguments, **choice)
+            timing = measure(call.launch, self.device, stream=stream, samples=samples)
+            stream.begin_capture()
+            call.launch()
+            graph = stream.end_capture()
+            replay = measure(lambda: graph.launch(stream), self.device, stream=stream, samples=samples)
+            results = {"out": call.out, "lse": call.lse}
+            host_us = self._host_us(lambda: mla_verify(**arguments, **choice, **results))
+            return Measured(call.schedule, timing, replay, host_us, *_packed(call, step))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        import cupy
+
         try:
-            with self.stream as stream:
-                call = prepare(**arguments, **choice)
-                timing = measure(call.launch, self.device, stream=stream, samples=samples)
-                stream.begin_capture()
-                call.launch()
-                graph = stream.end_capture()
-                replay = measure(lambda: graph.launch(stream), self.device, stream=stream, samples=samples)
-                results = {"out": call.out, "lse": call.lse}
-                host_us = self._host_us(lambda: mla_verify(**arguments, **choice, **results))
-                out, lse = call.out.get(), call.lse.get()
+            yield
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
             raise LaunchError(f"CUDA refused or aborted the step: {error}. See it with compute-sanitizer.") from error
-        heads = step.shape.num_heads
-        return Measured(call.schedule, timing, replay, host_us, out.reshape(-1, heads, DL), lse.reshape(-1, heads))
 
     def _host_us(self, call: Callable[[], object]) -> float:
         call()
@@ -609,6 +664,11 @@ class GpuRunner:
                 samples.append(time.perf_counter() - begin)
         self.stream.synchronize()
         return 1e6 * statistics.median(samples)
+
+
+def _packed(call: Any, step: Step) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    heads = step.shape.num_heads
+    return call.out.get().reshape(-1, heads, DL), call.lse.get().reshape(-1, heads)
 
 
 def to_document(records: Iterable[BenchRecord]) -> dict[str, Any]:

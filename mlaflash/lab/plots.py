@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from mlaflash.errors import InvalidArgumentError, MissingDependencyError
 from mlaflash.floors import mma_tflop_s
 from mlaflash.lab.bench import BenchRecord
+from mlaflash.lab.sweep import Record
 
 _PANEL = 5.2  # inches
 _MAX_LINES = 12
@@ -98,19 +100,15 @@ def _lines(axes: Any, records: Sequence[BenchRecord], x: str, group: tuple[str, 
     axes.legend(fontsize=6)
 
 
-def plot_grid(
-    tables: Mapping[str, Mapping[tuple[int, int], float]], axes_names: tuple[str, str], title: str, path: Path
-) -> None:
-    """Draw heat maps side by side, one for each table.
+def plot_sweep(records: Sequence[Record], path: Path) -> None:
+    """Draw a heat map of a sweep's candidates.
+
+    Of `tile` one of HT against TK for each number of splits; of every other kernel one of its constants against splits.
 
     Parameters
     ----------
-    tables : mapping of str to mapping of (int, int) to float
-        By title: the value at each pair of coordinates.
-    axes_names : tuple of str
-        Of the first coordinate, downwards, and of the second, to the right.
-    title : str
-        What the values are.
+    records : sequence of Record
+        Those that are not ok are left out.
     path : Path
 
     Raises
@@ -118,22 +116,43 @@ def plot_grid(
     MissingDependencyError, InvalidArgumentError
         As `plot_bench`.
     """
-    figure, panels = _figure(len(tables), 0.8)
-    values = [value for table in tables.values() for value in table.values()]
-    low, high = min(values), max(values)
-    for panel, (name, table) in zip(panels, tables.items(), strict=True):
-        downwards, right = (sorted({point[axis] for point in table}) for axis in range(2))
-        grid = [[table.get((y, x), float("nan")) for x in right] for y in downwards]
-        panel.imshow(grid, vmin=low, vmax=high, cmap="viridis_r", aspect="auto")
-        panel.set_xticks(range(len(right)), map(str, right))
-        panel.set_yticks(range(len(downwards)), map(str, downwards))
-        panel.set(xlabel=axes_names[1], ylabel=axes_names[0], title=name)
-        for row, cells in enumerate(grid):
-            for column, value in enumerate(cells):
-                if value == value:
-                    panel.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color="white")
-    figure.suptitle(title)
+    passed = [record for record in records if record.status == "ok" and record.config]
+    if not passed:
+        raise InvalidArgumentError("there is nothing to plot: no candidate is ok. See why in their rows.")
+    is_timed = all(record.median_us is not None for record in passed)
+    panels: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
+    for record in passed:
+        value = record.median_us if is_timed else (record.kv_bytes or 0) / 1e3
+        if record.kernel == "tile":
+            panel = f"tile, {record.config['nsplit']} splits: HT down, TK right"
+            cell = str(record.config["ht"]), str(record.config["tk"])
+        else:
+            panel = f"{record.kernel}: splits right"
+            constants = " ".join(f"{name} {value}" for name, value in record.config.items() if name != "nsplit")
+            cell = constants, str(record.config["nsplit"])
+        panels[panel][cell] = value or 0.0
+    figure, axes = _figure(len(panels), 1)
+    for place, (name, cells) in zip(axes, panels.items(), strict=True):
+        _heat_map(place, cells, name)
+    unit = "median us from a cold level-2 cache" if is_timed else "kB of KV loaded (counted; THIS IS NO TIMING)"
+    figure.suptitle(f"{passed[0].device}, {passed[0].arch}: {unit}")
     save(figure, path)
+
+
+def _heat_map(axes: Any, cells: Mapping[tuple[str, str], float], title: str) -> None:
+    down, right = (list(dict.fromkeys(cell[axis] for cell in cells)) for axis in range(2))
+    grid = [[cells.get((y, x), float("nan")) for x in right] for y in down]
+    # Of a logarithm: candidates differ by factors.
+    axes.imshow([[math.log(value) if value > 0 else value for value in row] for row in grid], aspect="auto")
+    axes.set_xticks(range(len(right)), right)
+    axes.set_yticks(range(len(down)), down, fontsize=6)
+    axes.set_title(title, fontsize=9)
+    best = min(cells.values())
+    for row, values in enumerate(grid):
+        for column, value in enumerate(values):
+            if not math.isnan(value):
+                weight = "bold" if value == best else "normal"
+                axes.text(column, row, f"{value:,.0f}", ha="center", va="center", fontsize=6, weight=weight, color="w")
 
 
 def _figure(panels: int, scale: float) -> tuple[Any, Any]:

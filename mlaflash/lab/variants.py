@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mlaflash import combine, cost, mask_pack
+from mlaflash import combine, cost, mask_pack, tuned
 from mlaflash.device import Device
 from mlaflash.errors import CompileError, UnsupportedError
 from mlaflash.jit import CompiledKernel, compile_cached, compiler_threads
@@ -353,5 +353,7 @@ def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv:
 def _shipped(kernel: str, problem: Problem, device: Device) -> list[KernelConfig | None]:
     """List the constants that a call chooses; None where there are none to choose."""
     if kernel in MMA_KERNELS:
-        return [c.config for c in cost.fitting_classes(device, problem.is_sparse) if c.config.kernel == kernel]
+        chosen = [c.config for c in cost.fitting_classes(device, problem.is_sparse)]
+        chosen += [] if problem.is_sparse else tuned.configs(device)
+        return [config for config in dict.fromkeys(chosen) if config.kernel == kernel]
     return [plan(problem, device, kernel=kernel).config] if SPACES[kernel].axes else [None]
