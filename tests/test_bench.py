@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from mlaflash.lab.ceilings import CEILINGS_SUFFIX, Ceilings, known_ceilings
 from mlaflash.lab.suites import SUITES, suite
 from mlaflash.lab.timing import Timing
 from mlaflash.lab.workload import PERIOD, Workload, block
+from mlaflash.schedule import Launch
 from mlaflash.shape import VerifyShape
 
 CEILINGS = Ceilings(read_gb_s=4000.0, mma_tflop_s=600.0, fma_tflop_s=50.0, shared_tb_s=25.0)
@@ -43,6 +45,9 @@ class EmulatorRunner:
     def __init__(self, us: float = 20.0, spoil: float = 0.0, error: str = "") -> None:
         self.device = H200
         self._us, self._spoil, self._error = us, spoil, error
+
+    def build(self, launches: Iterable[Launch], progress: Any) -> None:
+        assert all(launch.kernel for launch in launches)
 
     def measure(self, workload: Workload, step: Step, samples: int) -> lab.Measured:
         if self._error:

@@ -1,6 +1,7 @@
 """Tables of tuned choices: lookups, files, tuning without a GPU's clock, and what a sweep passes over or stops."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mlaflash.lab.sweep import HOPELESS, restrict
 from mlaflash.lab.timing import Timing
 from mlaflash.lab.workload import Workload
 from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64, ROWS_64_ROLES, MmaWideConfig
-from mlaflash.schedule import mma_choice
+from mlaflash.schedule import Launch, mma_choice
 from mlaflash.shape import VerifyShape, call_launches
 from mlaflash.tiles import TileConfig
 
@@ -170,6 +171,9 @@ class Clock:
         self._times, self._fails, self._wrong = times, fails, wrong
         self.samples: list[int] = []
 
+    def build(self, launches: Iterable[Launch], progress: Any) -> None:
+        self.built = {launch.kernel for launch in launches}
+
     def load(self, workload: Workload) -> Workload:
         if self._fails == "load":
             raise LaunchError("no memory")
@@ -206,6 +210,7 @@ def test_tuning_finds_the_fastest_and_leaves_the_hopeless_alone() -> None:
     assert (found.best.config, found.best.median_us) == (ROWS_32, 15.0)
     assert found.regret == pytest.approx(20 / 15 - 1)
     assert set(clock.samples) == {3, 7}
+    assert clock.built >= {"mma_narrow", "mma_wide", "combine"}
     assert any("after 3 timings" in candidate.reason for candidate in found.candidates)
     entry = found.entry()
     assert entry is not None

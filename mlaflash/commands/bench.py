@@ -96,7 +96,7 @@ def bench(
     budget: str | None,
     **arguments: Any,
 ) -> None:
-    """Time verify steps on a GPU and hold them against what the GPU can do.
+    """Time verify steps and hold them against what a GPU can do.
 
     Of each step: median, 10th and 90th percentile of the launches' time on the GPU from a cold level-2 cache, merge
     included; bytes (each KV row counted once) and operations a second, and their shares of the measured ceilings of

@@ -86,7 +86,7 @@ def path() -> None:
 
 @cache.command("clear")
 def clear() -> None:
-    """Remove every compiled kernel, what bench measured of the GPU, and nothing else."""
+    """Remove compiled kernels and measured ceilings, nothing else."""
     caches = open_all()
     if not caches:
         render.note(_OFF)

@@ -17,6 +17,7 @@ from mlaflash.commands.info import info
 from mlaflash.commands.inspect import inspect
 from mlaflash.commands.options import FAILED, exit_status
 from mlaflash.commands.plan import plan
+from mlaflash.commands.report import report
 from mlaflash.commands.sweep import sweep
 from mlaflash.errors import MlaFlashError
 
@@ -49,5 +50,5 @@ def main() -> None:
     """
 
 
-for _command in (check, bench, sweep, plan, compile_, inspect, info, cache):
+for _command in (check, bench, sweep, report, plan, compile_, inspect, info, cache):
     main.add_command(_command)

@@ -111,7 +111,7 @@ def sweep(
     as_json: bool,
     **constants: Any,
 ) -> None:
-    """Try a kernel's constants on one problem and rank them; or tune for the problems of a suite.
+    """Try kernels' constants on a problem or a suite; rank them.
 
     Each candidate is held against the oracle before it is timed. On a GPU the median time from a cold level-2 cache
     ranks; without one, which is no timing, those that spill registers come last, and the bytes of KV that the kernel

@@ -20,20 +20,21 @@ import numpy as np
 
 from mlaflash import cost
 from mlaflash.device import Device, apply_budget
-from mlaflash.errors import InvalidArgumentError, LaunchError, MlaFlashError, UnsupportedError
+from mlaflash.errors import CompileError, InvalidArgumentError, LaunchError, MlaFlashError, UnsupportedError
 from mlaflash.floors import Roofline, roofline
+from mlaflash.jit import compile_cached
 from mlaflash.lab.ceilings import Ceilings
 from mlaflash.lab.compare import Comparison, compare, tolerance
 from mlaflash.lab.environment import revision, versions
 from mlaflash.lab.sweep import FIRST_SAMPLES
-from mlaflash.lab.target import no_progress
+from mlaflash.lab.target import build_all, no_progress
 from mlaflash.lab.timing import Timing, measure
 from mlaflash.lab.workload import Expected, Workload, block
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import MmaKernelConfig
 from mlaflash.params import DL, D, numpy_dtype
 from mlaflash.problem import Problem
-from mlaflash.schedule import Schedule, plan
+from mlaflash.schedule import Launch, Schedule, plan
 from mlaflash.shape import VerifyShape
 from mlaflash.tiles import KernelConfig
 
@@ -120,6 +121,16 @@ class Runner(Protocol):
 
     device: Device
 
+    def build(self, launches: Iterable[Launch], progress: Callable[[str, int, int], None]) -> object:
+        """Compile the kernels of launches side by side; one that does not compile is found out when it is run.
+
+        Parameters
+        ----------
+        launches : iterable of Launch
+        progress : callable
+            Told what is done, how much of it, and of how much.
+        """
+
     def load(self, workload: Workload) -> Any:
         """Make the arguments of a call where it runs.
 
@@ -149,8 +160,8 @@ class Runner(Protocol):
 
         Raises
         ------
-        LaunchError
-            CUDA refused or aborted it.
+        LaunchError, CompileError
+            CUDA refused or aborted it, or the compiler refused a kernel.
         """
 
     def measure(self, workload: Workload, step: Step, samples: int) -> Measured:
@@ -166,8 +177,8 @@ class Runner(Protocol):
 
         Raises
         ------
-        LaunchError
-            CUDA refused or aborted it, or has no memory left.
+        LaunchError, CompileError
+            CUDA refused or aborted it, or has no memory left; or the compiler refused a kernel.
         """
 
 
@@ -312,7 +323,11 @@ class Bench:
         self._revision = revision()
 
     def run(
-        self, steps: Sequence[Step], progress: Callable[[str, int, int], None] = no_progress
+        self,
+        steps: Sequence[Step],
+        progress: Callable[[str, int, int], None] = no_progress,
+        *,
+        seconds: float = math.inf,
     ) -> Iterator[BenchRecord]:
         """Time steps; each is held against a float64 reference.
 
@@ -321,13 +336,21 @@ class Bench:
         steps : sequence of Step
         progress : callable
             Told what is done, how much of it, and of how much.
+        seconds : float
+            No step is begun after that time.
 
         Yields
         ------
         BenchRecord
-            In the order of `steps`.
+            In the order of `steps`, as far as the time allows.
         """
+        begin = time.monotonic()
+        self._runner.build(
+            (launch for step in steps for launch in plan_step(step, self._runner.device).launches), progress
+        )
         for done, step in enumerate(steps):
+            if time.monotonic() - begin > seconds:
+                return
             progress("steps", done, len(steps))
             yield self._record(step)
         progress("steps", len(steps), len(steps))
@@ -338,7 +361,7 @@ class Bench:
         workload = Workload(step.shape, step.kv_lens, self._seed)
         try:
             found = self._runner.measure(workload, step, self._samples)
-        except LaunchError as error:
+        except (LaunchError, CompileError) as error:
             return self._finish(step, floors, "failed", str(error), plan_step(step, device))
         comparison = check_rows(found.out, found.lse, workload.expected(), step.shape)
         seconds = 1e-6 * found.timing.median_us
@@ -567,6 +590,11 @@ class GpuRunner:
         self._budget = budget
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._blocks: dict[tuple[str, int, slice], Any] = {}
+
+    def build(self, launches: Iterable[Launch], progress: Callable[[str, int, int], None]) -> object:
+        """Compile the kernels of launches side by side."""
+        arch = self.device.arch
+        return build_all(launches, lambda step: compile_cached(step.kernel, step.defines, arch), arch, progress)
 
     def load(self, workload: Workload) -> dict[str, Any]:
         """Make the arguments of a call on the GPU."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from mlaflash import cost, tuned
 from mlaflash.device import Device
-from mlaflash.errors import LaunchError
-from mlaflash.lab.bench import Runner, Step, check_rows
+from mlaflash.errors import CompileError, LaunchError
+from mlaflash.lab.bench import Runner, Step, check_rows, plan_step
 from mlaflash.lab.target import no_progress
 from mlaflash.lab.workload import Workload
 from mlaflash.mma_tiles import MmaKernelConfig
@@ -158,6 +158,13 @@ def tune(
         In the order of `steps`, as far as the time allows.
     """
     begin = time.monotonic()
+    launches = (
+        launch
+        for step in steps
+        for config, splits, _ in candidates(step, runner.device)
+        for launch in plan_step(_with(step, config, splits), runner.device).launches
+    )
+    runner.build(launches, progress)
     for done, step in enumerate(steps):
         progress("problems", done, len(steps))
         if time.monotonic() - begin > seconds:
@@ -172,10 +179,9 @@ def tune(
         expected = workload.expected()
         best_us = math.inf
         for config, splits, predicted_us in candidates(step, runner.device):
-            attempted = replace(step, kernel=config.kernel, config=replace(config, nsplit=splits))
             try:
-                attempt = runner.attempt(loaded, attempted, samples, _HOPELESS * best_us)
-            except LaunchError as error:
+                attempt = runner.attempt(loaded, _with(step, config, splits), samples, _HOPELESS * best_us)
+            except (LaunchError, CompileError) as error:
                 tried.append(_failed((config, splits, predicted_us), str(error)))
                 continue
             comparison = check_rows(attempt.out, attempt.lse, expected, step.shape)
@@ -189,6 +195,10 @@ def tune(
             best_us = min(best_us, us)
         yield Tuned(step, tuple(tried))
     progress("problems", len(steps), len(steps))
+
+
+def _with(step: Step, config: MmaKernelConfig, num_splits: int) -> Step:
+    return replace(step, kernel=config.kernel, config=replace(config, nsplit=num_splits))
 
 
 def _failed(candidate: tuple[MmaKernelConfig, int, float], reason: str) -> Candidate:
