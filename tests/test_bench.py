@@ -22,8 +22,9 @@ from mlaflash.errors import InvalidArgumentError, LaunchError, UnsupportedError
 from mlaflash.jit.cache import open_cache
 from mlaflash.lab import bench as lab
 from mlaflash.lab import ceilings as ceilings_module
-from mlaflash.lab.bench import BenchRecord, Step
 from mlaflash.lab.ceilings import CEILINGS_SUFFIX, Ceilings, known_ceilings
+from mlaflash.lab.records import BenchRecord, read_records, to_csv, to_document
+from mlaflash.lab.runner import Measured, Step, plan_step
 from mlaflash.lab.suites import SUITES, suite
 from mlaflash.lab.timing import Timing
 from mlaflash.lab.workload import PERIOD, Workload, block
@@ -49,16 +50,16 @@ class EmulatorRunner:
     def build(self, launches: Iterable[Launch], progress: Any) -> None:
         assert all(launch.kernel for launch in launches)
 
-    def measure(self, workload: Workload, step: Step, samples: int) -> lab.Measured:
+    def measure(self, workload: Workload, step: Step, samples: int) -> Measured:
         if self._error:
             raise LaunchError(self._error)
-        schedule = lab.plan_step(step, self.device)
+        schedule = plan_step(step, self.device)
         arguments = workload.host_arguments()
         out, lse = emulator.mla_verify(**arguments, kernel=step.kernel, tiles=schedule.config)
         heads = step.shape.num_heads
         timing = Timing(tuple(self._us + i for i in range(samples)))
         out = (out.astype(np.float32) + self._spoil).reshape(-1, heads, 512)
-        return lab.Measured(schedule, timing, timing, 12.0, out, lse.reshape(-1, heads))
+        return Measured(schedule, timing, timing, 12.0, out, lse.reshape(-1, heads))
 
 
 def bench(runner: Any, steps: list[Step]) -> list[BenchRecord]:
@@ -156,11 +157,11 @@ def test_suites_have_the_problems_that_they_promise() -> None:
 def test_records_survive_json_and_csv(tmp_path: Path) -> None:
     records = bench(EmulatorRunner(), [Step(SMALL, (40, 40)), Step(SMALL, (8, 20))])
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(lab.to_document(records)))
-    assert lab.read_records(path) == records
-    path.write_text(json.dumps({"bench": lab.to_document(records)}))
-    assert lab.read_records(path) == records
-    rows = list(csv.DictReader(io.StringIO(lab.to_csv(records))))
+    path.write_text(json.dumps(to_document(records)))
+    assert read_records(path) == records
+    path.write_text(json.dumps({"bench": to_document(records)}))
+    assert read_records(path) == records
+    rows = list(csv.DictReader(io.StringIO(to_csv(records))))
     assert [float(row["median_us"]) for row in rows] == [21.0, 21.0]
     assert json.loads(rows[1]["problem"])["kv_lens"] == [8, 20]
     assert rows[0].keys() == {field.name for field in dataclasses.fields(BenchRecord)}
@@ -179,7 +180,7 @@ def test_compare_pairs_the_same_problems(tmp_path: Path) -> None:
     steps = [Step(SMALL, (40, 40)), Step(SMALL, (8, 20))]
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, us, some in zip(files, (20.0, 41.0), (steps, steps[1:]), strict=True):
-        path.write_text(json.dumps(lab.to_document(bench(EmulatorRunner(us), some))))
+        path.write_text(json.dumps(to_document(bench(EmulatorRunner(us), some))))
     result = run("bench", "--compare", *map(str, files), "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
@@ -187,7 +188,7 @@ def test_compare_pairs_the_same_problems(tmp_path: Path) -> None:
     assert [problem["problem"]["kv_lens"] for problem in found["problems"]] == [[8, 20]]
     shown = run("bench", "--compare", *map(str, files)).stdout
     assert "2.000 in the geometric mean" in shown
-    files[1].write_text(json.dumps(lab.to_document(bench(EmulatorRunner(), [Step(SMALL, (9, 9))]))))
+    files[1].write_text(json.dumps(to_document(bench(EmulatorRunner(), [Step(SMALL, (9, 9))]))))
     assert run("bench", "--compare", *map(str, files)).exit_code == 2
 
 
@@ -256,7 +257,7 @@ def test_without_a_gpu_it_ends_with_status_3(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_table_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab, "GpuRunner", lambda budget: EmulatorRunner())
+    monkeypatch.setattr("mlaflash.commands.bench.GpuRunner", lambda budget: EmulatorRunner())
     monkeypatch.setattr("mlaflash.commands.bench.known_ceilings", lambda device, anew: CEILINGS)
     arguments = ("bench", "--q-len", "2", "--kv-len", "33", "--heads", "4", "--samples", "3")
     result = run(*arguments)
@@ -268,7 +269,7 @@ def test_the_table_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
     _program, *repeated = record["command"].split()
     assert json.loads(run(*repeated, "--json").stdout)["records"] == [record]
     assert run(*arguments, "--csv").stdout.startswith("status,reason,problem")
-    monkeypatch.setattr(lab, "GpuRunner", lambda budget: EmulatorRunner(spoil=1.0))
+    monkeypatch.setattr("mlaflash.commands.bench.GpuRunner", lambda budget: EmulatorRunner(spoil=1.0))
     assert run(*arguments).exit_code == 1
 
 

@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 from test_bench import CEILINGS, EmulatorRunner
 
 from mlaflash.commands.main import main
-from mlaflash.lab.bench import read_records
 from mlaflash.lab.presets import quick
+from mlaflash.lab.records import read_records
 from mlaflash.lab.target import EmulatorTarget
 from mlaflash.shape import VerifyShape
 

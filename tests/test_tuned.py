@@ -16,8 +16,8 @@ from mlaflash.commands.main import main
 from mlaflash.device import Device, apply_budget
 from mlaflash.errors import InvalidArgumentError, LaunchError
 from mlaflash.lab import tune as lab
-from mlaflash.lab.bench import Attempt, Step
 from mlaflash.lab.inputs import Case
+from mlaflash.lab.runner import Attempt, Step
 from mlaflash.lab.space import SPACES
 from mlaflash.lab.sweep import HOPELESS, restrict
 from mlaflash.lab.timing import Timing

@@ -27,8 +27,17 @@ from mlaflash.commands.render import Column
 from mlaflash.device import CARDS, Device, apply_budget
 from mlaflash.errors import InvalidArgumentError, MissingDependencyError, NoDeviceError
 from mlaflash.lab import bench as lab
-from mlaflash.lab.bench import BenchRecord, Step
 from mlaflash.lab.ceilings import Ceilings, known_ceilings
+from mlaflash.lab.records import (
+    BenchRecord,
+    compare_records,
+    geometric_mean,
+    model_error,
+    read_records,
+    to_csv,
+    to_document,
+)
+from mlaflash.lab.runner import GpuRunner, Runner, Step, plan_step
 from mlaflash.lab.space import SPACES, check_axes
 from mlaflash.lab.suites import SUITES, suite
 
@@ -171,7 +180,7 @@ def repeat(step: Step, where: Mapping[str, Any]) -> str:
     return f"mlaflash bench {as_options(values | dict(where))}{''.join(flags)}"
 
 
-def make_runner(budget: str | None) -> lab.Runner:
+def make_runner(budget: str | None) -> Runner:
     """Take this machine's GPU.
 
     Parameters
@@ -185,7 +194,7 @@ def make_runner(budget: str | None) -> lab.Runner:
         There is none, or no CuPy.
     """
     try:
-        return lab.GpuRunner(budget)
+        return GpuRunner(budget)
     except (MissingDependencyError, NoDeviceError) as error:
         raise NoDeviceError(f"{error} Without a GPU there is --predict, and bench --compare.") from error
 
@@ -212,7 +221,7 @@ def _with_kernel(steps: Sequence[Step], kernel: str | None, axes: Mapping[str, i
     check_axes([kernel], list(axes))
     found = []
     for step in steps:
-        schedule = lab.plan_step(Step(step.shape, step.kv_lens, kernel), device)
+        schedule = plan_step(Step(step.shape, step.kv_lens, kernel), device)
         chosen = SPACES[kernel].change(schedule.config, axes) if axes else schedule.config
         found.append(Step(step.shape, step.kv_lens, kernel, chosen))
     return found
@@ -228,10 +237,10 @@ def _head(record: BenchRecord, ceilings: Ceilings) -> str:
 
 def _show(records: Sequence[BenchRecord], as_json: bool, as_csv: bool) -> None:
     if as_json:
-        render.document(lab.to_document(records))
+        render.document(to_document(records))
         return
     if as_csv:
-        render.line(lab.to_csv(records).rstrip("\n"))
+        render.line(to_csv(records).rstrip("\n"))
         return
     if records[0].status == "predicted":
         _show_predicted(records)
@@ -241,7 +250,7 @@ def _show(records: Sequence[BenchRecord], as_json: bool, as_csv: bool) -> None:
         if record.status != "ok":
             render.line(f"{record.status}: {record.reason}")
             render.line(f"  repeat with: {record.command}")
-    error = lab.model_error(records)
+    error = model_error(records)
     if error is not None:
         render.line(
             f"cost model against measured times: {error[0]:.1%} off in the median, {error[1]:.1%} at most, "
@@ -312,9 +321,9 @@ def _share(value: float | None) -> str:
 
 
 def _compare(before: Path, after: Path, as_json: bool) -> None:
-    pairs = lab.compare_records(lab.read_records(before), lab.read_records(after))
+    pairs = compare_records(read_records(before), read_records(after))
     ratios = [pair.ratio for pair in pairs]
-    mean = lab.geometric_mean(ratios)
+    mean = geometric_mean(ratios)
     furthest = max(ratios, key=lambda ratio: abs(math.log(ratio)))
     if as_json:
         render.document(

@@ -19,10 +19,11 @@ from mlaflash.commands.options import FAILED, json_option
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.lab import bench as lab
 from mlaflash.lab import check as lab_check
-from mlaflash.lab.bench import Step
 from mlaflash.lab.ceilings import known_ceilings
 from mlaflash.lab.environment import revision
 from mlaflash.lab.presets import PRESETS, cases
+from mlaflash.lab.records import model_error, to_document
+from mlaflash.lab.runner import Step
 from mlaflash.lab.suites import SUITES, suite
 from mlaflash.lab.target import Target, select_target
 
@@ -78,7 +79,7 @@ def report(out: Path, budget: str | None, time_limit: float, as_json: bool) -> N
             command=lambda step: repeat(step, {"seed": _SEED, "samples": _SAMPLES, **limits}),
         )
         records = list(run.run(steps, progress, seconds=left()))
-    error = lab.model_error(records)
+    error = model_error(records)
     wrong = [record for record in records if record.status != "ok"]
     document: dict[str, Any] = {
         "kind": KIND,
@@ -88,7 +89,7 @@ def report(out: Path, budget: str | None, time_limit: float, as_json: bool) -> N
         "budget": budget,
         "check": checked,
         "ceilings": asdict(ceilings),
-        "bench": lab.to_document(records),
+        "bench": to_document(records),
         "steps_not_begun": len(steps) - len(records),
         "model_error": None if error is None else {"median": error[0], "largest": error[1]},
         "passed": checked["failed"] == 0 and not wrong,

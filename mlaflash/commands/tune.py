@@ -18,8 +18,8 @@ from mlaflash.commands.render import Column
 from mlaflash.device import Device, apply_budget
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.lab import tune as lab
-from mlaflash.lab.bench import Step
 from mlaflash.lab.environment import revision, versions
+from mlaflash.lab.runner import Step
 from mlaflash.lab.suites import suite
 from mlaflash.lab.tune import Candidate, Tuned
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlaflash.errors import InvalidArgumentError, MissingDependencyError
 from mlaflash.floors import mma_tflop_s
-from mlaflash.lab.bench import BenchRecord
+from mlaflash.lab.records import BenchRecord
 from mlaflash.lab.sweep import Record
 
 _PANEL = 5.2  # inches

@@ -12,7 +12,7 @@ from typing import Any
 from mlaflash import cost, tuned
 from mlaflash.device import Device
 from mlaflash.errors import CompileError, LaunchError
-from mlaflash.lab.bench import Runner, Step, check_rows, plan_step
+from mlaflash.lab.runner import Runner, Step, check_rows, plan_step
 from mlaflash.lab.target import no_progress
 from mlaflash.lab.workload import Workload
 from mlaflash.mma_tiles import MmaKernelConfig
