@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlaflash import cost, mask_pack
-from mlaflash.attention import output_views
+from mlaflash.attention import Export, output_views
 from mlaflash.checks import choice, finite, integer
 from mlaflash.device import Device, occupancy_blocks
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
@@ -183,8 +183,8 @@ class Backend(Protocol):
     def piece(self, memory: Any, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
         """View a part of the memory as another array."""
 
-    def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any]:
-        """Allocate out, and lse without the last axis, for the caller's q."""
+    def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any, Export]:
+        """Allocate out, and lse without the last axis; the last result makes arrays of q's library of them."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """Make the device the current one."""
@@ -677,9 +677,10 @@ class VerifyPlan:
                 raise InvalidArgumentError("run() has nothing to do yet; call update() first.")
             self._check_rows(first)
             stream = backend.stream(stream, first)
-            if out is None or lse is None:
-                made = backend.results(q, (*first.shape[:-1], DL), self.capacity.out_dtype, stream)
-                out, lse = (made[0] if out is None else out), (made[1] if lse is None else lse)
+            makes_out, makes_lse, export = out is None, lse is None, None
+            if makes_out or makes_lse:
+                new_out, new_lse, export = backend.results(q, (*first.shape[:-1], DL), self.capacity.out_dtype, stream)
+                out, lse = (new_out if makes_out else out), (new_lse if makes_lse else lse)
             given = {"q": q, "kv_cache": kv_cache, "new_kv": new_kv, "out": out, "lse": lse}
             signature = Signature(given, (), backend.locate)
             known = self._known.get(signature.key)
@@ -690,6 +691,8 @@ class VerifyPlan:
             touched: Mapping[str, Any] = self._touched(given) if backend.keeps_track else {}
             for launch in known.launches:
                 launch(stream, touched)
+            if export is not None:
+                out, lse = (export(out) if makes_out else out), (export(lse) if makes_lse else lse)
         return out, lse
 
     def _check_rows(self, q: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlaflash import jit
+from mlaflash.attention import Export
 from mlaflash.device import Device, apply_budget, current_ordinal, on_device, padded_shared_bytes
 from mlaflash.errors import ShapeError
 from mlaflash.interop import ArrayView, as_cupy, device_view, fingerprint
@@ -60,6 +61,8 @@ class GpuBackend:
         if workspace is None:
             return cupy.empty(num_bytes, np.uint8)
         view = self.view("workspace", workspace)
+        if view.read_only:
+            raise ShapeError(f"workspace is read-only ({view.read_only}); the plan writes it. Give another one.")
         if view.ndim != 1 or (view.shape[0] > 1 and view.strides[0] != 1) or view.ptr % ALIGNMENT:
             raise ShapeError(
                 f"workspace has shape {view.shape} and begins at address {view.ptr:#x}; it must have one contiguous "
@@ -77,12 +80,21 @@ class GpuBackend:
 
         return cupy.ndarray(shape, numpy_dtype(dtype), memory.data + offset)
 
-    def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any]:
-        """Allocate out and lse in the library of q."""
+    def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any, Export]:
+        """Allocate out and lse, in the library of q where it lends memory."""
         like = q[0] if isinstance(q, tuple | list) else q
         memory = memory_for(like, stream, self._ordinal, is_current=False)
         with memory.scope:
-            return memory.empty(shape, out_dtype), memory.empty(shape[:-1], "float32")
+            out, lse = memory.empty(shape, out_dtype), memory.empty(shape[:-1], "float32")
+        if memory.export is None:
+            return out, lse, None
+        take = memory.export
+
+        def export(array: Any) -> Any:
+            with memory.scope:
+                return take(array)
+
+        return out, lse, export
 
     def scope(self) -> AbstractContextManager[Any]:
         """Make the device the current one."""

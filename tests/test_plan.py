@@ -32,6 +32,7 @@ from verify_cases import CASES, SCALE, assert_same
 
 from mlaflash import Device, MaskSource, TreeMask, merge_states
 from mlaflash.emulator import VerifyPlan, mla_verify, run_kernel
+from mlaflash.emulator.plan import EmulatorBackend
 from mlaflash.errors import EmulatorError, InvalidArgumentError, ShapeError, TileError, UnsupportedError
 from mlaflash.jit import compile_kernel, sources
 from mlaflash.lab.inputs import Case, build
@@ -1220,6 +1221,26 @@ def test_f9_d10_a_mask_is_never_ignored() -> None:
         plan.update(**STEP)
     with pytest.raises(InvalidArgumentError, match="call update"):
         plan.run(rows(3, 8), rows(50))
+
+
+def test_fresh_results_are_handed_over_in_the_library_of_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = EmulatorBackend.results
+
+    def results(*arguments: Any) -> tuple[Any, Any, Any]:
+        out, lse, _ = own(*arguments)
+        return out, lse, lambda array: ("theirs", array)
+
+    monkeypatch.setattr(EmulatorBackend, "results", results)
+    plan = VerifyPlan(**CAPACITY)
+    plan.update(**STEP)
+    q, cache = np.zeros((3, 8, 576), ml_dtypes.bfloat16), rows(50)
+    fresh_out, fresh_lse = plan.run(q, cache)
+    assert fresh_out[0] == fresh_lse[0] == "theirs"
+    given = np.full((3, 8, 512), np.nan, ml_dtypes.bfloat16)
+    out, fresh_lse = plan.run(q, cache, out=given)
+    assert out is given
+    assert fresh_lse[0] == "theirs"
+    assert np.array_equal(given, fresh_out[1])
 
 
 def test_run_needs_an_update() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -258,6 +259,12 @@ def test_a9_memory_full_of_nan() -> None:
     assert np.isfinite(np.abs(host((out, lse))[0].astype(np.float32)).max())
 
 
+def read_only(memory: Any) -> Any:
+    interface = dict(memory.__cuda_array_interface__)
+    interface["data"] = (interface["data"][0], True)
+    return SimpleNamespace(__cuda_array_interface__=interface, memory=memory)
+
+
 def test_memory_that_does_not_do_is_refused() -> None:
     import cupy
 
@@ -268,6 +275,7 @@ def test_memory_that_does_not_do_is_refused() -> None:
         (memory[16 : size + 16], "begin on 256 bytes"),
         (memory[: 2 * size : 2], "one contiguous axis"),
         (memory[:size][None], "one contiguous axis"),
+        (read_only(memory[:size]), "workspace is read-only"),
         (memory[:size].get(), "workspace is a numpy"),
     ):
         with pytest.raises(mlaflash.ShapeError, match=message):

@@ -68,9 +68,9 @@ class EmulatorBackend:
         size = int(np.prod(shape, dtype=np.int64)) * element.itemsize
         return memory[offset : offset + size].view(element).reshape(shape)
 
-    def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any]:
+    def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any, None]:
         """Allocate out and lse, filled with NaN."""
-        return np.full(shape, np.nan, numpy_dtype(out_dtype)), np.full(shape[:-1], np.nan, np.float32)
+        return np.full(shape, np.nan, numpy_dtype(out_dtype)), np.full(shape[:-1], np.nan, np.float32), None
 
     def scope(self) -> AbstractContextManager[Any]:
         """Nothing is to be done."""
