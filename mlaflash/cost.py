@@ -169,7 +169,7 @@ ROW_CLASSES: Final = (
         ROWS_64_ROLES,
         start_us=14.0,
         tile_clocks=1566,
-        counts=TileCounts(544, 104, 48_656, 18_432, 16, 280),
+        counts=TileCounts(544, 104, 48_656, 18_432, 16, 404),
         least_capability=(9, 0),
         takes_lists=False,
         least_page_size=TILE,
