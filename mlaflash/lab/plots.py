@@ -15,6 +15,8 @@ from mlaflash.lab.sweep import Record
 
 _PANEL = 5.2  # inches
 _MAX_LINES = 12
+_MAX_CONSTANTS = 24
+_COLUMNS = 4
 
 
 def plot_bench(records: Sequence[BenchRecord], path: Path) -> None:
@@ -103,7 +105,8 @@ def _lines(axes: Any, records: Sequence[BenchRecord], x: str, group: tuple[str, 
 def plot_sweep(records: Sequence[Record], path: Path) -> None:
     """Draw a heat map of a sweep's candidates.
 
-    Of `tile` one of HT against TK for each number of splits; of every other kernel one of its constants against splits.
+    Of `tile` one of HT against TK for each number of splits; of every other kernel one of its constants, the best of
+    them, against splits.
 
     Parameters
     ----------
@@ -132,18 +135,30 @@ def plot_sweep(records: Sequence[Record], path: Path) -> None:
             cell = constants, str(record.config["nsplit"])
         panels[panel][cell] = value or 0.0
     figure, axes = _figure(len(panels), 1)
+    values = [value for cells in panels.values() for value in cells.values()]
     for place, (name, cells) in zip(axes, panels.items(), strict=True):
-        _heat_map(place, cells, name)
+        _heat_map(place, _fastest(cells), name, (min(values), max(values)))
     unit = "median us from a cold level-2 cache" if is_timed else "kB of KV loaded (counted; THIS IS NO TIMING)"
     figure.suptitle(f"{passed[0].device}, {passed[0].arch}: {unit}")
     save(figure, path)
 
 
-def _heat_map(axes: Any, cells: Mapping[tuple[str, str], float], title: str) -> None:
+def _fastest(cells: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Keep the rows of a heat map that hold the least values, in their order."""
+    least: dict[str, float] = {}
+    for (down, _), value in cells.items():
+        least[down] = min(value, least.get(down, value))
+    kept = set(sorted(least, key=least.__getitem__)[:_MAX_CONSTANTS])
+    return {cell: value for cell, value in cells.items() if cell[0] in kept}
+
+
+def _heat_map(axes: Any, cells: Mapping[tuple[str, str], float], title: str, limits: tuple[float, float]) -> None:
     down, right = (list(dict.fromkeys(cell[axis] for cell in cells)) for axis in range(2))
-    grid = [[cells.get((y, x), float("nan")) for x in right] for y in down]
+    grid = [[cells.get((y, x), math.nan) for x in right] for y in down]
     # Of a logarithm: candidates differ by factors.
-    axes.imshow([[math.log(value) if value > 0 else value for value in row] for row in grid], aspect="auto")
+    low, high = (math.log(max(limit, 1e-9)) for limit in limits)
+    shades = [[math.log(max(value, 1e-9)) for value in row] for row in grid]
+    axes.imshow(shades, aspect="auto", vmin=low, vmax=high)
     axes.set_xticks(range(len(right)), right)
     axes.set_yticks(range(len(down)), down, fontsize=6)
     axes.set_title(title, fontsize=9)
@@ -152,7 +167,8 @@ def _heat_map(axes: Any, cells: Mapping[tuple[str, str], float], title: str) -> 
         for column, value in enumerate(values):
             if not math.isnan(value):
                 weight = "bold" if value == best else "normal"
-                axes.text(column, row, f"{value:,.0f}", ha="center", va="center", fontsize=6, weight=weight, color="w")
+                ink = "white" if 2 * shades[row][column] < low + high else "black"
+                axes.text(column, row, f"{value:,.0f}", ha="center", va="center", fontsize=6, weight=weight, color=ink)
 
 
 def _figure(panels: int, scale: float) -> tuple[Any, Any]:
@@ -162,9 +178,13 @@ def _figure(panels: int, scale: float) -> tuple[Any, Any]:
         raise MissingDependencyError(
             f"plotting needs matplotlib, which cannot be imported ({error}); pip install 'mlaflash[plot]'."
         ) from error
-    figure = Figure(figsize=(_PANEL * scale * panels, _PANEL * scale), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    return figure, axes
+    columns = min(panels, _COLUMNS)
+    lines = -(-panels // columns)
+    figure = Figure(figsize=(_PANEL * scale * columns, _PANEL * scale * lines), layout="constrained")
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for unused in axes[panels:]:
+        unused.set_axis_off()
+    return figure, axes[:panels]
 
 
 def save(figure: Any, path: Path) -> None:
