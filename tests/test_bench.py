@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from mlaflash.errors import InvalidArgumentError, LaunchError, UnsupportedError
 from mlaflash.jit.cache import open_cache
 from mlaflash.lab import bench as lab
 from mlaflash.lab import ceilings as ceilings_module
+from mlaflash.lab import environment
 from mlaflash.lab.ceilings import CEILINGS_SUFFIX, Ceilings, known_ceilings
 from mlaflash.lab.records import BenchRecord, read_records, to_csv, to_document
 from mlaflash.lab.runner import Measured, Step, plan_step
@@ -312,6 +314,14 @@ def test_ceilings_are_measured_once_a_card(monkeypatch: pytest.MonkeyPatch, tmp_
     assert measured[3:] == ["H200"]
     assert run("cache", "clear").exit_code == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_revision_is_that_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?|[\w.-]+-g[0-9a-f]{7,}(-dirty)?", environment.revision() or "0000000")
+    monkeypatch.setattr(environment.mlaflash, "__file__", str(tmp_path / "mlaflash/__init__.py"))
+    assert environment.revision() is None
+    (tmp_path / ".git").mkdir()
+    assert environment.revision() is None
 
 
 def test_unknown_cards_are_refused() -> None:

@@ -51,6 +51,11 @@ def block(dtype: str, seed: int) -> Array:
     return made
 
 
+@functools.lru_cache(maxsize=1)
+def _exact_block(dtype: str, seed: int) -> Array:
+    return block(dtype, seed).astype(np.float64)
+
+
 @dataclass(frozen=True, slots=True)
 class Expected:
     """Exact results of some rows of one request.
@@ -144,30 +149,29 @@ class Workload:
         kv_len, rows = self.kv_lens[request], shape.rows
         picked = np.unique(np.linspace(0, rows - 1, min(_CHECKED_ROWS, rows)).astype(int))
         tokens, heads = picked // shape.num_heads, picked % shape.num_heads
-        token = np.arange(kv_len)
+        new = 0 if self.new_kv is None else min(kv_len, shape.q_len)
+        token = np.arange(kv_len - new)
         size = shape.page_size
-        # The block's rows, and behind them those of new_kv; several tokens may have the same one.
-        places = (self.table[request][token // size].astype(np.int64) * size + token % size) % PERIOD
+        slots = self.table[request][token // size].astype(np.int64) * size + token % size
+        keys, where = _exact_block(shape.dtype, self.seed), slots % PERIOD
+        if len(where) < PERIOD // 2:  # few of the block's rows
+            distinct, where = np.unique(where, return_inverse=True)
+            keys = keys[distinct]
         if self.new_kv is not None:
-            first = max(kv_len - shape.q_len, 0)
-            places[first:] = PERIOD + request * shape.q_len + shape.q_len - (kv_len - first) + np.arange(kv_len - first)
-        distinct, where = np.unique(places, return_inverse=True)
-        keys = block(shape.dtype, self.seed)[distinct[distinct < PERIOD]].astype(np.float64)
-        if self.new_kv is not None:
-            keys = np.concatenate([keys, self.new_kv[distinct[distinct >= PERIOD] - PERIOD].astype(np.float64)])
+            where = np.concatenate([where, len(keys) + np.arange(new)])
+            end = (request + 1) * shape.q_len
+            keys = np.concatenate([keys, self.new_kv[end - new : end].astype(np.float64)])
         scores = (self.q[request, tokens, heads].astype(np.float64) @ keys.T)[:, where] * KIMI_K2_SM_SCALE
         if shape.soft_cap:
             scores = shape.logit_cap * np.tanh(scores / shape.logit_cap)
         scores[~self._visible(request, tokens)] = -np.inf
-        out, lse = np.zeros((len(picked), DL)), np.full(len(picked), -np.inf)
-        for row, score in enumerate(scores):
-            top = score.max(initial=-np.inf)
-            if top == -np.inf:
-                continue
-            weights = np.exp(score - top)
-            lse[row] = top + np.log(weights.sum())
-            out[row] = np.bincount(where, weights / weights.sum(), len(distinct)) @ keys[:, :DL]
-        return Expected(request * shape.q_len + tokens, heads, out, lse)
+        top = scores.max(axis=1, initial=-np.inf)
+        is_empty = top == -np.inf
+        weights = np.exp(scores - np.where(is_empty, 0.0, top)[:, None])
+        sums = np.where(is_empty, 1.0, weights.sum(axis=1))
+        # Tokens of one row of the block are one key with the weight of all.
+        of_keys = np.stack([np.bincount(where, row, len(keys)) for row in weights / sums[:, None]])
+        return Expected(request * shape.q_len + tokens, heads, of_keys @ keys[:, :DL], top + np.log(sums))
 
     def _visible(self, request: int, tokens: Array) -> Array:
         """Say which KV tokens of a request some of its query tokens see, (n, kv_len)."""
