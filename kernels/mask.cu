@@ -9,6 +9,8 @@
 // Safety: no value of the input leads out of an array or into an endless loop. What lies outside counts as not visible,
 //         a parent that does not come before its child as none, a link out of range as none; loops over links end after
 //         q_len steps. The result for such input is the same at every run.
+// SHARDED: the draft tokens that lie on this rank are the last ones there, in their order. Their columns are picked out
+//         of a row when it is whole, and the lengths of the rank are written beside it.
 #include "integers.cuh"
 #include "mask_params.cuh"
 #include "ptx.cuh"
@@ -191,15 +193,75 @@ DEVICE u32 copy_word(const MaskParams& p, const Request& r, int row, int lane) {
   return columns >= WARP ? word : columns > 0 ? word & ((1u << columns) - 1) : 0;
 }
 
+DEVICE u32 causal_word(int row, int lane) {
+  const int columns = row + 1 - lane * WARP;
+  return columns >= WARP ? ~0u : columns > 0 ? (1u << columns) - 1 : 0;
+}
+
 // The lane's word of a row below q_len.
 DEVICE u32 row_word(const MaskParams& p, const Request& r, int row, int lane, u32 smem) {
   if constexpr (FORMAT == WORDS)
     return copy_word(p, r, row, lane);
+  else if constexpr (FORMAT == CAUSAL)
+    return causal_word(row, lane);
   else if constexpr (IS_TREE)
     return path_word(row, lane, smem);
   else
     return gather_word(p, r, row, lane);
 }
+
+// --- shards --------------------------------------------------------------------------------------------------------
+
+// What of a request lies on this rank. Tokens are counted in the whole request, `local` ones on the rank.
+struct Shard {
+  int run_begin, run_end;  // tokens of the rank, where it holds a run
+  int draft_begin;         // first token of the draft; below 0: the request is shorter than its draft
+  int first;               // first local token that is the draft's
+  int len, tail;           // local tokens, and those that are the draft's
+};
+
+// How many of the first n tokens of the request lie on the rank.
+DEVICE int count_local(const MaskParams& p, const Shard& s, int n) {
+  if (p.begins) return max_int(min_int(n, s.run_end) - s.run_begin, 0);
+  const int cycle = p.num_ranks * p.interleave;
+  return n / cycle * p.interleave + (int)clamp(n % cycle - p.rank * p.interleave, 0, p.interleave);
+}
+
+DEVICE int token_of(const MaskParams& p, const Shard& s, int local) {
+  if (p.begins) return s.run_begin + local;
+  return (local / p.interleave * p.num_ranks + p.rank) * p.interleave + local % p.interleave;
+}
+
+DEVICE Shard load_shard(const MaskParams& p, const Request& r) {
+  Shard s = {};
+  if (r.index >= p.batch) return s;
+  if (p.begins) {
+    const i64 begin = r.index * p.begin_stride_request + p.rank;
+    s.run_begin = (int)clamp(load_integer(p.begins, false, begin), 0, MAX_LEN);
+    s.run_end = p.rank + 1 < p.num_ranks ? (int)load_integer(p.begins, false, begin + 1) : MAX_LEN;
+  }
+  const int kv_len = (int)clamp(load_integer(p.kv_lens, false, r.index), 0, MAX_LEN);
+  s.draft_begin = kv_len - r.rows;
+  s.first = count_local(p, s, max_int(s.draft_begin, 0));
+  s.len = count_local(p, s, kv_len);
+  s.tail = min_int(s.len - s.first, p.max_q);
+  return s;
+}
+
+// The lane's word of a row on this rank, of its word for the whole draft.
+DEVICE u32 shard_word(const MaskParams& p, const Request& r, const Shard& s, u32 whole, int lane) {
+  u32 word = 0;
+  for (int first = 0; first < s.tail; first += WARP) {
+    const int column = first + lane;
+    const int token = column < s.tail ? token_of(p, s, s.first + column) - s.draft_begin : r.q_len;  // of the draft
+    const u32 holder = shfl_u32(whole, token / WARP % WARP);
+    const u32 votes = warp_ballot(token < r.q_len && holder >> token % WARP & 1);
+    if (lane == first / WARP) word = votes;
+  }
+  return word;
+}
+
+// --- the kernel ----------------------------------------------------------------------------------------------------
 
 DEVICE void store_row(const MaskParams& p, int token, int lane, u32 word) {
   if (lane < p.words_per_row) st_global_u32(p.words + (i64)token * p.words_per_row + lane, word);
@@ -222,8 +284,16 @@ KERNEL_WITH(MaskParams, mlaflash_mask, BLOCK, 1) {
       stage_linked_parents(p, r, min_int(end, r.q_len), smem);
     block_sync();  // orders the writes of the parents before every warp's walks over them
   }
-  for (int row = begin + warp; row < end; row += WARPS)
-    store_row(p, r.begin + row, lane, row < r.q_len ? row_word(p, r, row, lane, smem) : 0);
+  const Shard shard = SHARDED ? load_shard(p, r) : Shard{};
+  if (SHARDED && block_idx_y() == 0 && thread_idx() == 0 && r.index < p.batch) {
+    st_global_u32(p.shard_lens + r.index, (u32)shard.len);
+    st_global_u32(p.shard_tails + r.index, (u32)shard.tail);
+  }
+  for (int row = begin + warp; row < end; row += WARPS) {
+    u32 word = row < r.q_len ? row_word(p, r, row, lane, smem) : 0;
+    if constexpr (SHARDED) word = shard_word(p, r, shard, word, lane);
+    store_row(p, r.begin + row, lane, word);
+  }
 
   // Padding behind the last request.
   const int block = block_idx_y() * grid_dim_x() + block_idx_x();

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlaflash.errors import (
     CacheMissError,
     CaptureError,
+    CommunicationError,
     CompileError,
     EmulatorError,
     InvalidArgumentError,
@@ -24,7 +25,7 @@ from mlaflash.errors import (
 from mlaflash.settings import configure_logging
 
 if TYPE_CHECKING:
-    from mlaflash import emulator, kv, oracle, spec
+    from mlaflash import distributed, emulator, kv, oracle, spec
     from mlaflash.attention import mla_verify
     from mlaflash.device import Device
     from mlaflash.floors import roofline
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheMissError",
     "CaptureError",
+    "CommunicationError",
     "CompileError",
     "Device",
     "EmulatorError",
@@ -61,6 +63,7 @@ __all__ = [
     "VerifyPlan",
     "VerifyShape",
     "__version__",
+    "distributed",
     "emulator",
     "kv",
     "merge_states",
@@ -89,7 +92,7 @@ _MODULE_OF = {
     "warmup": "warm",
     "yarn_sm_scale": "scale",
 }
-_SUBMODULES = frozenset({"emulator", "kv", "oracle", "spec"})
+_SUBMODULES = frozenset({"distributed", "emulator", "kv", "oracle", "spec"})
 
 configure_logging()
 

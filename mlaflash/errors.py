@@ -117,6 +117,10 @@ class LaunchError(MlaFlashError, RuntimeError):
     """The driver refused to load or to launch a kernel."""
 
 
+class CommunicationError(MlaFlashError, RuntimeError):
+    """Ranks that compute together cannot reach each other: one is gone, or did not come in time."""
+
+
 class EmulatorError(MlaFlashError, RuntimeError):
     """The emulator caught a kernel doing something that is wrong on a GPU.
 

@@ -21,24 +21,37 @@ from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
 from mlaflash.problem import View, vector
 from mlaflash.schedule import Launch
+from mlaflash.sharding import Contiguous, Sharding, check_rank
 from mlaflash.streams import as_stream, memory_for
 
 BLOCK: Final = 256
 ROW_TILE: Final = 16
 MAX_COLUMNS: Final = 1024
-FORMAT_CODES: Final = {"dense": 0, "ragged": 1, "bits": 2, "parents": 3, "retrieve": 4, "words": 5, "items": 5}
+FORMAT_CODES: Final = {
+    **{"dense": 0, "ragged": 1, "bits": 2, "parents": 3, "retrieve": 4, "words": 5, "items": 5},
+    "causal": 6,
+}
 
 MASK_PARAMS_DTYPE: Final = np.dtype(
-    [(name, np.uint64) for name in ("source", "siblings", "qo_indptr", "lens", "mask_indptr", "words")]
+    [
+        (name, np.uint64)
+        for name in (
+            *("source", "siblings", "qo_indptr", "lens", "mask_indptr", "words"),
+            *("kv_lens", "begins", "shard_lens", "shard_tails"),
+        )
+    ]
     + [
         (name, np.int64)
-        for name in ("source_size", "source_stride_request", "source_stride_row", "sibling_stride_request")
+        for name in (
+            *("source_size", "source_stride_request", "source_stride_row", "sibling_stride_request"),
+            "begin_stride_request",
+        )
     ]
     + [
         (name, np.int32)
         for name in (
             *("source_rows", "source_columns", "item_bytes", "is_flat", "num_tokens", "batch", "q_len", "max_q"),
-            *("words_per_row", "wide_lens", "wide_indptr", "is_big"),
+            *("words_per_row", "wide_lens", "wide_indptr", "is_big", "num_ranks", "rank", "interleave"),
         )
     ],
     align=True,
@@ -63,6 +76,8 @@ class Packing:
         All that the kernel reads.
     words : ArrayView
         What it writes.
+    is_sharded : bool
+        Whether it writes lengths, too.
     """
 
     launch: Launch
@@ -70,10 +85,34 @@ class Packing:
     arrays: Mapping[str, ArrayView]
     words: ArrayView
 
+    is_sharded: bool = False
+
     @property
     def is_empty(self) -> bool:
-        """Whether there is no word to write, and so nothing to launch."""
-        return 0 in self.words.shape
+        """Whether there is no word to write, and no length, and so nothing to launch."""
+        return 0 in self.words.shape and not self.is_sharded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """Which tokens lie on this rank, for a mask whose columns are to be those of the rank's draft tokens.
+
+    Attributes
+    ----------
+    sharding : Interleaved or Contiguous
+    rank : int
+    kv_lens : array, shape (B,), int32
+        Tokens of each request on all ranks.
+    shard_lens, tail_lens : array, shape (B,), int32
+        Where the tokens of each request on this rank go, and how many of them, the last ones, are the draft's: the
+        `kv_lens` and `tail_lens` of the local call.
+    """
+
+    sharding: Sharding
+    rank: int
+    kv_lens: Any
+    shard_lens: Any
+    tail_lens: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +129,17 @@ class _Requests:
         return self.batch * (self.q_len or 0)
 
 
-def defines(source_format: str) -> dict[str, int]:
+def defines(source_format: str, is_sharded: bool = False) -> dict[str, int]:
     """Return the kernel's constants.
 
     Parameters
     ----------
     source_format : str
         Of `FORMAT_CODES`.
+    is_sharded : bool
+        Whether the KV is spread over ranks.
     """
-    return {"FORMAT": FORMAT_CODES[source_format]}
+    return {"FORMAT": FORMAT_CODES[source_format]} | ({"SHARDED": 1} if is_sharded else {})
 
 
 def shared_bytes(source_format: str) -> int:
@@ -113,15 +154,23 @@ def shared_bytes(source_format: str) -> int:
     return {"ragged": sums, "bits": sums, "parents": entries, "retrieve": 4 * entries}.get(source_format, 0)
 
 
-def every_launch() -> tuple[Launch, ...]:
-    """Return a launch of each form that the kernel is compiled in, on one block."""
-    formats = {code: name for name, code in FORMAT_CODES.items()}
-    return tuple(Launch("mask", defines(name), (1, 1, 1), BLOCK, shared_bytes(name)) for name in formats.values())
+def every_launch(is_sharded: bool = False) -> tuple[Launch, ...]:
+    """Return a launch of each form that the kernel is compiled in, on one block.
+
+    Parameters
+    ----------
+    is_sharded : bool
+        Whether the KV is spread over ranks.
+    """
+    formats = {code: name for name, code in FORMAT_CODES.items() if is_sharded or name != "causal"}
+    return tuple(
+        Launch("mask", defines(name, is_sharded), (1, 1, 1), BLOCK, shared_bytes(name)) for name in formats.values()
+    )
 
 
 def build(
     view: View,
-    source: MaskSource,
+    source: MaskSource | None,
     words: Any,
     num_tokens: int,
     max_q: int,
@@ -129,6 +178,7 @@ def build(
     qo_indptr: Any = None,
     q_len: int | None = None,
     batch: int | None = None,
+    shard: Shard | None = None,
 ) -> Packing:
     """Check the arrays of a mask, but for their values, and make the launch that packs it.
 
@@ -136,7 +186,8 @@ def build(
     ----------
     view : callable
         Turns an array into an `ArrayView` and refuses arrays of another library or device.
-    source : MaskSource
+    source : MaskSource or None
+        None, with a shard alone: every token sees itself and those before it.
     words : array, shape (T, ceil(max_q / 32)), uint32
         Where the words go. All of it is written: what is no bit of `source` becomes 0, and so do rows behind the last
         request.
@@ -150,6 +201,8 @@ def build(
         Without `qo_indptr`: query tokens of every request; by default `max_q`.
     batch : int, optional
         Without `qo_indptr`: requests; by default as many as T holds.
+    shard : Shard, optional
+        The columns of the words are then the draft tokens that lie on one rank.
 
     Returns
     -------
@@ -180,23 +233,42 @@ def build(
     if out.read_only:
         raise ShapeError(f"words is read-only ({out.read_only}); the bits are written to it. Give another array.")
     requests = _requests(view, num_tokens, max_q, qo_indptr, q_len, batch)
-    (name, array), *_ = source.arrays.items()
-    data = view(name, array)
-    arrays = {name: data}
     fields: dict[str, Any] = {
-        "source": data.ptr,
         "words": out.ptr,
-        "item_bytes": data.itemsize,
         "num_tokens": num_tokens,
         "batch": requests.batch,
         "q_len": requests.q_len or 0,
         "max_q": max_q,
         "words_per_row": out.shape[1],
-        "is_big": source.is_big,
     }
+    arrays: dict[str, ArrayView] = {}
     if requests.qo_indptr is not None:
         arrays["qo_indptr"] = requests.qo_indptr
         fields["qo_indptr"] = requests.qo_indptr.ptr
+    if source is not None:
+        fields |= _source(view, source, requests, arrays)
+    if shard is not None:
+        fields |= _shard(view, shard, requests, arrays)
+    params = np.zeros(1, MASK_PARAMS_DTYPE)
+    for field, value in fields.items():
+        params[field] = value
+    rows = max_q if requests.q_len is None else requests.q_len
+    source_format = "causal" if source is None else source.format
+    launch = Launch(
+        "mask",
+        defines(source_format, shard is not None),
+        (max(requests.batch, 1), max(-(-rows // ROW_TILE), 1), 1),
+        BLOCK,
+        shared_bytes(source_format),
+    )
+    return Packing(launch, params, arrays, out, shard is not None)
+
+
+def _source(view: View, source: MaskSource, requests: _Requests, arrays: dict[str, ArrayView]) -> dict[str, Any]:
+    """Check the arrays of a mask, and add them to `arrays`."""
+    (name, array), *_ = source.arrays.items()
+    data = arrays[name] = view(name, array)
+    fields: dict[str, Any] = {"source": data.ptr, "item_bytes": data.itemsize, "is_big": source.is_big}
     for role, wide, role_name, length in (
         ("lens", "wide_lens", _LENS.get(source.format, ""), requests.batch),
         ("mask_indptr", "wide_indptr", "mask_indptr", requests.batch + 1),
@@ -219,18 +291,34 @@ def build(
             siblings = view("next_sibling", source.arrays["next_sibling"])
             fields |= _siblings(data, siblings)
             arrays["next_sibling"] = siblings
-    params = np.zeros(1, MASK_PARAMS_DTYPE)
-    for field, value in fields.items():
-        params[field] = value
-    rows = max_q if requests.q_len is None else requests.q_len
-    launch = Launch(
-        "mask",
-        defines(source.format),
-        (max(requests.batch, 1), max(-(-rows // ROW_TILE), 1), 1),
-        BLOCK,
-        shared_bytes(source.format),
-    )
-    return Packing(launch, params, arrays, out)
+    return fields
+
+
+def _shard(view: View, shard: Shard, requests: _Requests, arrays: dict[str, ArrayView]) -> dict[str, Any]:
+    """Check the arrays of a shard, and add them to `arrays`."""
+    sharding, batch = shard.sharding, requests.batch
+    fields: dict[str, Any] = {"num_ranks": sharding.num_ranks, "rank": check_rank(sharding, shard.rank)}
+    if "tail_lens" in arrays:
+        raise InvalidArgumentError(
+            "the MaskSource has tail_lens, and the KV is spread over ranks, where they follow from kv_lens. Leave them "
+            "out: the columns of its mask are the draft tokens of each request."
+        )
+    for name, field in (("kv_lens", "kv_lens"), ("shard_lens", "shard_lens"), ("tail_lens", "shard_tails")):
+        found = vector(view, name, getattr(shard, name), ("int32",), batch)
+        if found.read_only and name != "kv_lens":
+            raise ShapeError(f"{name} is read-only ({found.read_only}); lengths are written to it. Give another array.")
+        # A mask of FlashInfer brings lengths of its own under the first name.
+        arrays[f"shard {name}" if name in arrays else name] = found
+        fields[field] = found.ptr
+    if isinstance(sharding, Contiguous):
+        begins = arrays["begins"] = view("begins", sharding.begins)
+        if begins.ndim == 2 and begins.shape[0] != batch:
+            raise ShapeError(f"begins has shape {begins.shape}; there are {batch} requests.")
+        _check_last_axis(begins)
+        fields |= {"begins": begins.ptr, "begin_stride_request": begins.strides[0] if begins.ndim == 2 else 0}
+    else:
+        fields["interleave"] = sharding.interleave
+    return fields
 
 
 def pack_mask(

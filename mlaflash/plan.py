@@ -180,8 +180,10 @@ class Backend(Protocol):
     def memory(self, num_bytes: int, workspace: Any) -> Any:
         """Allocate bytes, or check those that the caller gives."""
 
-    def piece(self, memory: Any, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
-        """View a part of the memory as another array."""
+    def piece(
+        self, memory: Any, offset: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None
+    ) -> Any:
+        """View a part of the memory as another array, contiguous or with strides in bytes."""
 
     def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any, Export]:
         """Allocate out, and lse without the last axis; the last result makes arrays of q's library of them."""

@@ -74,11 +74,13 @@ class GpuBackend:
             )
         return as_cupy(view, self._ordinal).view(np.uint8)
 
-    def piece(self, memory: Any, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
-        """View a part of the memory as another array."""
+    def piece(
+        self, memory: Any, offset: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None
+    ) -> Any:
+        """View a part of the memory as another array, contiguous or with strides in bytes."""
         import cupy
 
-        return cupy.ndarray(shape, numpy_dtype(dtype), memory.data + offset)
+        return cupy.ndarray(shape, numpy_dtype(dtype), memory.data + offset, strides)
 
     def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any, Export]:
         """Allocate out and lse, in the library of q where it lends memory."""

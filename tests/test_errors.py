@@ -15,6 +15,7 @@ PARENTS = {
     "CacheMissError": RuntimeError,
     "CaptureError": RuntimeError,
     "LaunchError": RuntimeError,
+    "CommunicationError": RuntimeError,
     "EmulatorError": RuntimeError,
 }
 

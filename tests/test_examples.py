@@ -22,12 +22,20 @@ def errors_of(example: str) -> list[float]:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"emulator.py", "cupy_tree.py", "torch_graph.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        *("emulator.py", "cupy_tree.py", "torch_graph.py", "context_parallel.py"),
+    }
 
 
 def test_emulator() -> None:
     (error,) = errors_of("emulator.py")
     assert 0 < error < 0.05
+
+
+def test_context_parallel() -> None:
+    errors = errors_of("context_parallel.py")
+    assert errors
+    assert all(0 < error < 0.05 for error in errors)
 
 
 @pytest.mark.gpu

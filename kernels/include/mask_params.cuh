@@ -16,6 +16,8 @@ constexpr int PARENTS = 3;
 constexpr int RETRIEVE = 4;
 // u8 or u16 [T], or u32 [T, source_columns]: packed already.
 constexpr int WORDS = 5;
+// No source: a token sees itself and every earlier one.
+constexpr int CAUSAL = 6;
 
 struct MaskParams {
   const void* source;
@@ -25,11 +27,17 @@ struct MaskParams {
   const void* mask_indptr;  // [B + 1], int32 or int64: where requests of RAGGED and BITS begin, in bytes; null: they
                             // follow each other
   u32* words;               // [T, words_per_row]
+  // Of SHARDED:
+  const i32* kv_lens;  // [B]: tokens of each request on all ranks, its q_len new ones included
+  const i32* begins;   // first token of each rank, where a rank holds a run; null: tokens are dealt out in turn
+  i32* shard_lens;     // [B] result: tokens of each request on this rank
+  i32* shard_tails;    // [B] result: those of them that are the draft's, which are the last ones
 
   i64 source_size;             // of RAGGED and BITS, bytes
   i64 source_stride_request;   // elements
   i64 source_stride_row;       // elements
   i64 sibling_stride_request;  // elements
+  i64 begin_stride_request;    // elements of begins; 0: the same for every request
 
   i32 source_rows;     // S; T if is_flat
   i32 source_columns;  // S of DENSE; items of a row of WORDS
@@ -43,10 +51,20 @@ struct MaskParams {
   i32 wide_lens;    // 1: lens are int64
   i32 wide_indptr;  // 1: mask_indptr is int64
   i32 is_big;       // of BITS, 1: the first bit of a byte is its most significant
+  i32 num_ranks;    // of SHARDED
+  i32 rank;         // this one
+  i32 interleave;   // tokens that a rank takes in turn, where begins is null
 };
 
 #ifndef MLAFLASH_FORMAT
 #error "MLAFLASH_FORMAT is missing: compile kernels through mlaflash.jit or mlaflash.emulator"
 #endif
 constexpr int FORMAT = MLAFLASH_FORMAT;
-static_assert(FORMAT >= DENSE && FORMAT <= WORDS, "FORMAT is one of the above");
+static_assert(FORMAT >= DENSE && FORMAT <= CAUSAL, "FORMAT is one of the above");
+
+// 1: the KV is spread over ranks by tokens, and the columns of the result are the draft tokens that lie on this rank.
+#ifdef MLAFLASH_SHARDED
+constexpr int SHARDED = MLAFLASH_SHARDED;
+#else
+constexpr int SHARDED = 0;
+#endif

@@ -62,11 +62,12 @@ class EmulatorBackend:
         memory[:] = 0xFF  # NaN, and ids that are none: what no kernel wrote cannot pass for anything
         return memory
 
-    def piece(self, memory: Any, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
-        """View a part of the memory as another array."""
-        element = numpy_dtype(dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * element.itemsize
-        return memory[offset : offset + size].view(element).reshape(shape)
+    def piece(
+        self, memory: Any, offset: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None
+    ) -> Any:
+        """View a part of the memory as another array, contiguous or with strides in bytes."""
+        # Of an array without elements, NumPy still wants the offset inside.
+        return np.ndarray(shape, numpy_dtype(dtype), memory, offset if 0 not in shape else 0, strides)
 
     def results(self, q: Any, shape: tuple[int, ...], out_dtype: str, stream: Any) -> tuple[Any, Any, None]:
         """Allocate out and lse, filled with NaN."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from mlaflash import combine, cost, mask_pack, tuned
 from mlaflash.device import Device
+from mlaflash.distributed import merging
 from mlaflash.errors import CompileError, UnsupportedError
 from mlaflash.jit import CompiledKernel, compile_cached, compiler_threads
 from mlaflash.kv import compact, move
@@ -24,7 +25,7 @@ from mlaflash.problem import Problem
 from mlaflash.schedule import CHUNK_TOKENS, KERNELS, MMA_KERNELS, Launch, deterministic_config, plan
 from mlaflash.tiles import KernelConfig, list_defines
 
-COMPILED: Final = (*KERNELS, "combine", "mask", "compact", "move")
+COMPILED: Final = (*KERNELS, "combine", "mask", "merge", "compact", "move")
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
 _FEATURES: Final = frozenset(name.lower() for name in {**feature_defines(0, False, False), **list_defines(True)})
@@ -123,15 +124,16 @@ def form(kernel: str, defines: Mapping[str, int]) -> dict[str, Any]:
     -------
     dict
         Constants under their lower-case names; ``dtype`` of q and the KV; and where they differ from it ``out_dtype``
-        and, of `combine`, ``partial_dtype``. In the other kernels the latter follows from the rest. Of `mask`, the
-        name of its format.
+        and, of `combine` and `merge`, ``partial_dtype``. In the other kernels the latter follows from the rest. Of
+        `mask`, the name of its format.
     """
     if kernel == "mask":
         code = defines.get("FORMAT")
-        return {"format": next((name for name, known in mask_pack.FORMAT_CODES.items() if known == code), "unknown")}
+        name = next((name for name, known in mask_pack.FORMAT_CODES.items() if known == code), "unknown")
+        return {"format": name} | ({"sharded": 1} if defines.get("SHARDED") else {})
     names = {code: name for name, code in DTYPE_CODES.items()}
     config: dict[str, Any] = {name.lower(): code for name, code in defines.items() if not name.endswith("_DTYPE")}
-    roles = ("OUT", "PARTIAL") if kernel == "combine" else ("OUT",)
+    roles = ("OUT", "PARTIAL") if kernel in ("combine", "merge") else ("OUT",)
     if "Q_DTYPE" in defines:
         config["dtype"] = names.get(defines["Q_DTYPE"], "unknown")
         for role in roles:
@@ -216,7 +218,8 @@ def variants(
             if (launch.kernel if launch.kernel in COMPILED else call.kernel) not in kernels:
                 continue
             found.setdefault(built_key(launch), variant(launch, device, is_shipped=call.is_shipped))
-    for launch in (*mask_pack.every_launch(), *compact.every_launch(), *move.every_launch()):
+    masks = *mask_pack.every_launch(), *mask_pack.every_launch(is_sharded=True)
+    for launch in (*masks, *merging.every_launch(), *compact.every_launch(), *move.every_launch()):
         if launch.kernel in kernels:
             found[built_key(launch)] = variant(launch, device)
     order = {kernel: place for place, kernel in enumerate(COMPILED)}
