@@ -22,13 +22,12 @@ from mlaflash import combine
 from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, TILE, MmaKernelConfig
-from mlaflash.params import DL, D
+from mlaflash.params import DL, FP8_CODES, row_bytes
 
 TOKENS_PER_SPLIT: Final = 64
 """Fewest tokens of a split: below, starting a block costs more than its share of the KV."""
 
 _LAUNCH_US = 2.8
-_KV_ROW_BYTES = 2 * D
 _ACHIEVABLE = 0.9  # of a data sheet's bandwidth: 4.3 of the 4.8 TB/s of an H200
 _ACCURACY = 0.05  # candidates as near as this to the best one are as good for all that the model knows
 _LATER_START = 0.6  # of a block's start once another block has warmed the caches
@@ -143,6 +142,35 @@ ROW_CLASSES: Final = (
 )
 """Configurations to choose from, fewest rows first; of equal times the first one is taken."""
 
+FP8_ROW_CLASSES: Final = tuple(c for c in ROW_CLASSES if c.config in (NARROW, ROWS_32, ROWS_64))
+"""The same for caches of 8 bits."""
+
+
+def row_classes(kv_dtype: str) -> tuple[RowClass, ...]:
+    """Return the configurations to choose from.
+
+    Parameters
+    ----------
+    kv_dtype : str
+        What the cache holds.
+    """
+    return FP8_ROW_CLASSES if kv_dtype in FP8_CODES else ROW_CLASSES
+
+
+def config_for(kernel: str, rows: int, kv_dtype: str) -> MmaKernelConfig:
+    """Return the constants of a kernel that is asked for by its name: the first of its configurations.
+
+    Parameters
+    ----------
+    kernel : str
+    rows : int
+        Packed rows of a block.
+    kv_dtype : str
+        What the cache holds.
+    """
+    return next(c.config for c in row_classes(kv_dtype) if (c.config.kernel, c.config.rows) == (kernel, rows))
+
+
 # Where the tensor cores are the limit, as on no GPU that was measured, the chain around them still costs some time.
 _MMA_OVERHEAD = 1.2
 
@@ -181,6 +209,7 @@ def choose(
     row_tile: int | None = None,
     is_sparse: bool = False,
     page_size: int = 64,
+    kv_dtype: str = "bfloat16",
     speed: Speed | None = None,
 ) -> Choice:
     """Choose the configuration and the number of splits with the least predicted time.
@@ -207,6 +236,8 @@ def choose(
         Whether each query token has a list of its slots.
     page_size : int
         Tokens of a page.
+    kv_dtype : str
+        What the cache holds.
     speed : Speed or None
         None is that of the data sheet.
 
@@ -226,14 +257,16 @@ def choose(
             f"rows_per_request is {rows_per_request}, batch {batch}, max_kv_len {max_kv_len} and max_splits "
             f"{max_splits}; each must be at least 1, and max_kv_len at least 0."
         )
-    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes)
-    allowed = [c for c in ROW_CLASSES if row_tile in (None, c.config.rows)]
+    model = _Model(
+        rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes, kv_dtype
+    )
+    allowed = [c for c in row_classes(kv_dtype) if row_tile in (None, c.config.rows)]
     if not allowed:
-        known = ", ".join(str(c.config.rows) for c in ROW_CLASSES)
+        known = ", ".join(str(c.config.rows) for c in row_classes(kv_dtype))
         raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
-    fitting = [c for c in fitting_classes(device, is_sparse, page_size) if c in allowed]
+    fitting = [c for c in fitting_classes(device, is_sparse, page_size, kv_dtype) if c in allowed]
     if not fitting:
-        least = min(c.config.shared_bytes() for c in allowed if c.blocks_per_sm == 1)
+        least = min(c.config.shared_bytes(kv_dtype) for c in allowed if c.blocks_per_sm == 1)
         raise TileError(
             f"the tensor-core kernels ask for at least {least} bytes of shared memory a block; {device.name} allows "
             f"{device.shared_per_block}. Use the kernel tile.",
@@ -247,7 +280,9 @@ def choose(
     return Choice(row_class.config, splits, us, model.reasons(row_class, splits))
 
 
-def fitting_classes(device: Device, is_sparse: bool = False, page_size: int = 64) -> list[RowClass]:
+def fitting_classes(
+    device: Device, is_sparse: bool = False, page_size: int = 64, kv_dtype: str = "bfloat16"
+) -> list[RowClass]:
     """List the configurations that `choose` takes on a device: as many blocks of each as it counts on fit an SM.
 
     Parameters
@@ -257,23 +292,29 @@ def fitting_classes(device: Device, is_sparse: bool = False, page_size: int = 64
         Whether each query token has a list of its slots.
     page_size : int
         Tokens of a page.
+    kv_dtype : str
+        What the cache holds.
     """
     capability = parse_arch(device.arch)[0]
-    allowed = [c for c in ROW_CLASSES if capability >= c.least_capability and c.takes_lists >= is_sparse]
+    allowed = [c for c in row_classes(kv_dtype) if capability >= c.least_capability and c.takes_lists >= is_sparse]
     allowed = [c for c in allowed if page_size >= c.least_page_size]
-    return [c for c in allowed if occupancy_blocks(c.config.shared_bytes(), device) >= c.blocks_per_sm]
+    return [c for c in allowed if occupancy_blocks(c.config.shared_bytes(kv_dtype), device) >= c.blocks_per_sm]
 
 
-def start_tiles(config: MmaKernelConfig, device: Device) -> int:
+def start_tiles(config: MmaKernelConfig, device: Device, kv_dtype: str = "bfloat16") -> int:
     """Return what starting on another row tile costs a block that runs already, in KV tiles.
 
     Parameters
     ----------
     config : MmaKernelConfig
     device : Device
+    kv_dtype : str
+        What the cache holds.
     """
-    row_class = min(ROW_CLASSES, key=lambda c: (c.config.rows != config.rows, c.config.threads != config.threads))
-    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2).tile_us(row_class)
+    row_class = min(
+        row_classes(kv_dtype), key=lambda c: (c.config.rows != config.rows, c.config.threads != config.threads)
+    )
+    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2, kv_dtype).tile_us(row_class)
     return max(1, round(_LATER_START * row_class.start_us / tile_us))
 
 
@@ -285,6 +326,7 @@ class _Model:
     num_sms: int
     speed: Speed
     partial_bytes: int
+    kv_dtype: str
 
     @property
     def tiles(self) -> int:
@@ -322,7 +364,7 @@ class _Model:
 
     def memory_us(self, row_class: RowClass, splits: int) -> float:
         # Row tiles of a request run side by side: all but one read from the level-2 cache, half of that time hidden.
-        kv_mb = self.batch * self.kv_len * _KV_ROW_BYTES / 1e6
+        kv_mb = self.batch * self.kv_len * row_bytes(self.kv_dtype) / 1e6
         again_mb = (self.row_tiles(row_class) - 1) * kv_mb
         dram_us = (kv_mb + self.partial_mb(splits)) * 1e3 / (_ACHIEVABLE * self.speed.dram_gbps)
         return row_class.start_us + dram_us + 0.5 * again_mb * 1e3 / self.speed.l2_gbps

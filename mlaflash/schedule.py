@@ -8,27 +8,29 @@ from typing import Any
 import numpy as np
 
 from mlaflash import combine, cost
-from mlaflash.device import Device, occupancy_blocks
+from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, UnsupportedError
 from mlaflash.interop import ArrayView
 from mlaflash.mma_tiles import (
     MAX_TAIL_LEN,
-    NARROW,
     NARROW_PAIR,
     ROWS_32,
     ROWS_64,
     ROWS_64_ROLES,
+    TILE,
     MmaKernelConfig,
     MmaNarrowConfig,
     MmaRolesConfig,
     feature_defines,
 )
-from mlaflash.params import MASK_CODES, new_params, page_divisor
+from mlaflash.params import FP8_CODES, MASK_CODES, new_params, page_divisor
 from mlaflash.problem import Problem
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines, list_defines
 
 MMA_KERNELS = ("mma_narrow", "mma_wide", "mma_roles")
 KERNELS = ("naive", "tile", *MMA_KERNELS)
+FP8_KERNELS = ("mma_narrow", "mma_wide")
+"""Those that read caches of 8 bits."""
 
 NAIVE_SCORES_LIMIT = 1 << 30
 """Largest workspace of `naive` in bytes: it keeps a float32 score for each row and KV token."""
@@ -40,6 +42,7 @@ and written at a ninth of the bytes of the KV for each row tile of 16."""
 _TOKENS_PER_SPLIT = 64
 _WAVES = 2
 _NARROW_BLOCKS = 2  # of NARROW_PAIR that the registers of an SM hold
+_FP8_CAPABILITY = (8, 9)
 _MAX_STRIDE = 2**31 - 1
 _MAX_BATCH = 65535
 
@@ -140,16 +143,24 @@ def plan(
     Raises
     ------
     UnsupportedError
-        There is no such kernel, the problem is too large for `naive`, or no kernel does it deterministically.
+        There is no such kernel, the problem is too large for `naive`, no kernel does it deterministically, or the cache
+        holds 8 bits and the kernel or the device does not read those.
     InvalidArgumentError
         `tiles` belong to another kernel, or are not those of a deterministic call.
     TileError
         The configuration does not fit the device.
     """
+    check_fp8(problem.kv_dtype, device)
     if deterministic:
         return _plan_deterministic(problem, device, kernel, tiles)
     config = _choose(kernel, tiles, problem, device)
-    check_shared(config, device, problem.dtype)
+    if problem.is_fp8 and problem.batch and config.kernel not in FP8_KERNELS:
+        refusal = mma_refusal(problem)
+        raise UnsupportedError(
+            f"kernel {config.kernel!r} does not read a {problem.kv_dtype} cache; {' and '.join(FP8_KERNELS)} do"
+            + (f", which do not take this problem: {refusal}." if refusal else ". Leave kernel and tiles out.")
+        )
+    check_shared(config, device, problem.kv_dtype)
     if isinstance(config, NaiveConfig):
         return _plan_naive(problem, config)
     if isinstance(config, TileConfig):
@@ -157,6 +168,26 @@ def plan(
     if isinstance(config, MmaKernelConfig):
         return _plan_mma(problem, config, device)
     raise UnsupportedError(f"kernel {config.kernel!r} is not one of {', '.join(KERNELS)}.")
+
+
+def check_fp8(kv_dtype: str, device: Device) -> None:
+    """Refuse a cache of 8 bits where the device cannot convert its numbers.
+
+    Parameters
+    ----------
+    kv_dtype : str
+    device : Device
+
+    Raises
+    ------
+    UnsupportedError
+        With both names.
+    """
+    if kv_dtype in FP8_CODES and parse_arch(device.arch)[0] < _FP8_CAPABILITY:
+        raise UnsupportedError(
+            f"kv_cache is {kv_dtype} and {device.name} is {device.arch}; sm_89 is the least that converts numbers of "
+            "8 bits. Use a newer GPU, or a 16-bit cache."
+        )
 
 
 def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, device: Device) -> KernelConfig:
@@ -172,9 +203,10 @@ def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, de
     if name == "naive":
         return NaiveConfig()
     if name == "mma_narrow":
-        return NARROW
+        return cost.config_for("mma_narrow", TILE, problem.kv_dtype)
     if name == "mma_wide":
-        return ROWS_32 if problem.max_q_len * problem.num_heads <= ROWS_32.rows else ROWS_64
+        few = problem.max_q_len * problem.num_heads <= ROWS_32.rows
+        return cost.config_for("mma_wide", (ROWS_32 if few else ROWS_64).rows, problem.kv_dtype)
     if name == "mma_roles":
         return ROWS_64_ROLES
     if name is None and mma_refusal(problem) is None:
@@ -205,6 +237,7 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
         row_tile=row_tile,
         is_sparse=problem.is_sparse,
         page_size=problem.page_size,
+        kv_dtype=problem.kv_dtype,
     )
 
 
@@ -268,7 +301,8 @@ def mma_refusal(problem: Problem) -> str | None:
 def _plan_mma(problem: Problem, config: MmaKernelConfig, device: Device) -> Schedule:
     refusal = mma_refusal(problem)
     if refusal is not None:
-        raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}. Use the kernel tile.")
+        instead = "" if problem.is_fp8 else " Use the kernel tile."
+        raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}.{instead}")
     if problem.is_sparse and isinstance(config, MmaRolesConfig):
         raise UnsupportedError(
             f"kernel {config.kernel!r} does not take lists of slots; mma_narrow and mma_wide do. Leave kernel and "
@@ -283,10 +317,10 @@ def _plan_mma(problem: Problem, config: MmaKernelConfig, device: Device) -> Sche
     features |= list_defines(problem.is_sparse)
     launch = Launch(
         config.kernel,
-        dtype_defines(problem.dtype, problem.out_dtype, partial_dtype) | config.defines() | features,
+        dtype_defines(problem.dtype, problem.out_dtype, partial_dtype, problem.kv_dtype) | config.defines() | features,
         (row_tiles, splits, problem.batch),
         config.threads,
-        config.shared_bytes(problem.dtype),
+        config.shared_bytes(problem.kv_dtype),
     )
     return with_combine(problem, config, launch, splits, partial_dtype)
 
@@ -303,6 +337,10 @@ def deterministic_config(dtype: str) -> TileConfig | MmaNarrowConfig:
 
 
 def _plan_deterministic(problem: Problem, device: Device, kernel: str | None, tiles: KernelConfig | None) -> Schedule:
+    if problem.is_fp8:
+        raise UnsupportedError(
+            f"deterministic is set and kv_cache is {problem.kv_dtype}; no kernel does that. Leave deterministic out."
+        )
     config = deterministic_config(problem.dtype)
     if kernel not in (None, "auto", config.kernel) or tiles not in (None, config):
         raise InvalidArgumentError(
@@ -442,6 +480,7 @@ def build_params(
         "q_pe": q.rope_ptr,
         "kv_c": kv.latent_ptr,
         "k_pe": kv.rope_ptr,
+        "kv_scale": problem.kv_scale.ptr if problem.kv_scale is not None else 0,
         "out": out.ptr,
         "lse": lse.ptr,
         "q_nope_stride_t": q.latent.strides[-3],
@@ -469,6 +508,7 @@ def build_params(
         "vectorized": problem.is_aligned,
         "sm_scale": problem.sm_scale,
         "logit_cap": problem.logit_cap,
+        "kv_scale_value": problem.kv_scale_value,
         "lse_base_2": problem.lse_base == "2",
     }
     for name, view in (
