@@ -9,7 +9,6 @@ from mlaflash import reuse
 from mlaflash.params import PARAMS_DTYPE, new_params
 from mlaflash.schedule import Workspace
 
-
 ROPE_OFFSETS = {"q": 1024, "kv_cache": 528, "new_kv": 1024}
 
 

@@ -13,6 +13,7 @@ from mlaflash.commands import render
 from mlaflash.commands.options import (
     DTYPES,
     FAILED,
+    KV_DTYPES,
     as_options,
     axis_options,
     device_option,
@@ -24,7 +25,6 @@ from mlaflash.lab import check as lab
 from mlaflash.lab.inputs import Case
 from mlaflash.lab.presets import PRESETS, cases
 from mlaflash.lab.target import Target, select_target
-from mlaflash.schedule import MMA_KERNELS
 
 _COLUMNS = (
     Column("kernel", "left", head=True),
@@ -54,6 +54,13 @@ _COLUMNS = (
 @click.option(
     "--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Element type (repeatable; default all)."
 )
+@click.option(
+    "--kv-dtype",
+    "kv_dtypes",
+    type=click.Choice(KV_DTYPES),
+    multiple=True,
+    help="What the cache holds (repeatable; default all).",
+)
 @click.option("--case", "names", metavar="NAME", multiple=True, help="Problem of the preset (repeatable; default all).")
 @axis_options(several=False)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
@@ -63,6 +70,7 @@ def check(
     preset: str,
     kernels: tuple[str, ...],
     dtypes: tuple[str, ...],
+    kv_dtypes: tuple[str, ...],
     names: tuple[str, ...],
     seed: int,
     device: str,
@@ -78,9 +86,10 @@ def check(
     started = time.perf_counter()
     target, reason = select_target(device)
     axes = given_axes(constants)
-    selected = lab.select(cases(preset, target.kind), dtypes, names)
+    selected = lab.select(cases(preset, target.kind), dtypes, names, kv_dtypes)
     labels = lab.labels(kernels, axes.get("nsplit"), selected)
     say = render.note if as_json else render.paragraph
+    by_name = {case.name: case for case in selected}
     results: list[lab.CheckResult] = []
     with render.progress() as progress:
         found = lab.check(
@@ -89,8 +98,8 @@ def check(
         say(_where(target, preset, selected, reason))
         for result in found:
             if isinstance(result, lab.Skip):
-                if not kernels and result.kernel in MMA_KERNELS:
-                    continue  # of float32, which the table shows; whoever names the kernel is told
+                if not kernels and not lab.takes(result.kernel, by_name[result.case]):
+                    continue  # of element types that the table shows; whoever names the kernel is told
                 render.note(f"skipped {result.kernel} on {result.case}: {result.reason}")
             else:
                 results.append(result)

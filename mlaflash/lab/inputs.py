@@ -135,6 +135,11 @@ class Case:
         return len(self.q_lens)
 
     @property
+    def stored(self) -> str:
+        """What the cache holds: `kv_dtype`, or `dtype`."""
+        return self.kv_dtype or self.dtype
+
+    @property
     def num_tokens(self) -> int:
         """Query tokens of the whole batch, T."""
         return sum(self.q_lens)

@@ -9,7 +9,8 @@ from typing import Final
 
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.mma_tiles import MmaNarrowConfig, MmaRolesConfig, MmaWideConfig
-from mlaflash.schedule import MMA_KERNELS
+from mlaflash.params import FP8_CODES
+from mlaflash.schedule import FP8_KERNELS, MMA_KERNELS
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, tile_candidates
 
 
@@ -151,17 +152,19 @@ SPACES: Final[dict[str, Space]] = {
 """By the name of the kernel. A kernel that is added here can be swept, and gets the options of the command line."""
 
 
-def swept_kernels(dtype: str | None = None, names: Sequence[str] = ()) -> list[str]:
+def swept_kernels(kv_dtype: str | None = None, names: Sequence[str] = ()) -> list[str]:
     """List the kernels that have constants to choose.
 
     Parameters
     ----------
-    dtype : str or None
-        Only those that take this element type; None is all.
+    kv_dtype : str or None
+        Only those that read a cache of this; None is all.
     names : sequence of str
         Only those that have all of these axes.
     """
-    takes = [kernel for kernel in SPACES if dtype != "float32" or kernel not in MMA_KERNELS]
+    takes = [kernel for kernel in SPACES if kv_dtype != "float32" or kernel not in MMA_KERNELS]
+    if kv_dtype in FP8_CODES:
+        takes = list(FP8_KERNELS)
     return [kernel for kernel in takes if SPACES[kernel].axes and set(names) <= {a.name for a in SPACES[kernel].axes}]
 
 
