@@ -7,7 +7,7 @@ from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from mlaflash.checks import integer
 from mlaflash.errors import TileError
-from mlaflash.params import D
+from mlaflash.params import DL, DR, D
 
 TILE: Final = 16
 """KV tokens of a tile, and rows of a tensor-core operand."""
@@ -17,6 +17,11 @@ MAX_TAIL_LEN: Final = 1024
 
 _ROW_PITCH: Final = 2 * D + 16
 _WARP: Final = 32
+
+
+def _slice_pitch(kv_dtype: str) -> int:
+    """Bytes of a quarter of a cache row in shared memory; a scale of "fp8_ds_mla" takes 16."""
+    return {"float8_e4m3": D // 4, "fp8_ds_mla": DL // 4 + DR // 4 * 2 + 16}.get(kv_dtype, 2 * D // 4)
 
 
 @runtime_checkable
@@ -182,6 +187,8 @@ class MmaNarrowConfig:
         KV tiles in each warp's ring, at least 2: one is in use.
     exchange_buffers : int
         Buffers for the scores that a group's warps exchange: 2 save a barrier a tile.
+    step_tiles : int
+        Tiles that a group takes at once, 1 or, over a cache of 8 bits, 2.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -197,10 +204,13 @@ class MmaNarrowConfig:
     kv_groups: int = 2
     stages: int = 2
     exchange_buffers: int = 2
+    step_tiles: int = 1
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
+        if self.step_tiles not in (1, 2):
+            raise TileError(f"step_tiles is {self.step_tiles}; it must be 1, or 2 for a cache of 8 bits. Use 1.")
         if self.kv_groups not in (1, 2) or self.exchange_buffers not in (1, 2):
             raise TileError(
                 f"kv_groups is {self.kv_groups} and exchange_buffers {self.exchange_buffers}; each must be 1 or 2. "
@@ -227,17 +237,18 @@ class MmaNarrowConfig:
         return 4 * _WARP * self.kv_groups
 
     def defines(self) -> dict[str, int]:
-        """Return KV_GROUPS, STAGES and EXCHANGE_BUFFERS."""
+        """Return KV_GROUPS, STAGES, EXCHANGE_BUFFERS and STEP_TILES."""
         return {
             "KV_GROUPS": self.kv_groups,
             "STAGES": self.stages,
             "EXCHANGE_BUFFERS": self.exchange_buffers,
+            "STEP_TILES": self.step_tiles,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
         """Bytes of the warps' rings, each a quarter of a KV row wide and with page ids, and of their partial scores."""
-        ring = self.stages * TILE * (2 * D // 4 + 4)
-        scores = self.exchange_buffers * TILE * TILE * 4
+        ring = self.stages * self.step_tiles * TILE * (_slice_pitch(kv_dtype) + 4)
+        scores = self.exchange_buffers * self.step_tiles * TILE * TILE * 4
         return self.threads // _WARP * (ring + scores)
 
     def as_dict(self) -> dict[str, int]:
