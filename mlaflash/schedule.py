@@ -9,7 +9,7 @@ import numpy as np
 
 from mlaflash import combine, cost
 from mlaflash.device import Device, occupancy_blocks, parse_arch
-from mlaflash.errors import InvalidArgumentError, UnsupportedError
+from mlaflash.errors import InvalidArgumentError, TileError, UnsupportedError
 from mlaflash.interop import ArrayView
 from mlaflash.mma_tiles import (
     MAX_TAIL_LEN,
@@ -307,6 +307,11 @@ def _plan_mma(problem: Problem, config: MmaKernelConfig, device: Device) -> Sche
         raise UnsupportedError(
             f"kernel {config.kernel!r} does not take lists of slots; mma_narrow and mma_wide do. Leave kernel and "
             "tiles out to have them chosen."
+        )
+    if isinstance(config, MmaNarrowConfig) and config.step_tiles > 1 and not problem.is_fp8:
+        raise TileError(
+            f"step_tiles is {config.step_tiles} and kv_cache is {problem.kv_dtype}; more than 1 is for caches of 8 "
+            "bits. Use 1."
         )
     # One at least: the last request's blocks also write the padding behind it.
     row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))

@@ -103,7 +103,7 @@ def sweep(
     stored = kv_dtype or dtype
     names = kernels or tuple(swept_kernels(stored, list(chosen)) or swept_kernels(stored))
     check_axes(names, list(chosen))
-    configs = [config for name in names for config in SPACES[name].candidates(target.kind, chosen)]
+    configs = [config for name in names for config in SPACES[name].candidates(target.kind, chosen, stored)]
     if not configs:
         values = as_options({name: ",".join(map(str, chosen[name])) for name in chosen})
         raise InvalidArgumentError(f"{', '.join(names)} is not built for {values}. See the values of sweep --help.")

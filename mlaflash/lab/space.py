@@ -27,12 +27,15 @@ class Axis:
     emulator_values : tuple of int
         What it tries on the emulator, where each compilation takes seconds.
     help : str
+    for_fp8 : tuple of int
+        Those of the values that are built for caches of 8 bits alone.
     """
 
     name: str
     values: tuple[int, ...]
     emulator_values: tuple[int, ...]
     help: str
+    for_fp8: tuple[int, ...] = ()
 
     @property
     def option(self) -> str:
@@ -67,7 +70,9 @@ class Space:
     axes: tuple[Axis, ...]
     is_built: Callable[[Mapping[str, int]], bool] = lambda _: True
 
-    def candidates(self, device_kind: str, chosen: Mapping[str, Sequence[int]]) -> Iterator[KernelConfig]:
+    def candidates(
+        self, device_kind: str, chosen: Mapping[str, Sequence[int]], kv_dtype: str = "bfloat16"
+    ) -> Iterator[KernelConfig]:
         """Combine all values of all axes.
 
         Parameters
@@ -76,14 +81,19 @@ class Space:
             Which of an axis's values count where none are chosen.
         chosen : mapping of str to sequence of int
             Values by the name of an axis; names of other kernels' axes are passed over.
+        kv_dtype : str
+            What the cache holds.
 
         Yields
         ------
         KernelConfig
             The last axis changes fastest.
         """
-        defaults = [axis.values if device_kind == "gpu" else axis.emulator_values for axis in self.axes]
-        lists = [chosen.get(axis.name, default) for axis, default in zip(self.axes, defaults, strict=True)]
+        lists = []
+        for axis in self.axes:
+            values = axis.values if device_kind == "gpu" else axis.emulator_values
+            left_out = () if kv_dtype in FP8_CODES else axis.for_fp8
+            lists.append(chosen.get(axis.name, [value for value in values if value not in left_out]))
         for values in itertools.product(*lists):
             point = {axis.name: value for axis, value in zip(self.axes, values, strict=True)}
             if self.is_built(point):
@@ -120,6 +130,7 @@ SPACES: Final[dict[str, Space]] = {
             Axis("kv_groups", (1, 2), (1, 2), "Groups of four warps that take turns at the KV tiles."),
             Axis("stages", (2, 3, 4), (2, 3), "KV tiles in the ring."),
             Axis("exchange_buffers", (1, 2), (1, 2), "Buffers for the scores that warps exchange."),
+            Axis("step_tiles", (1, 2), (1, 2), "KV tiles that a group takes at once; 2 of 8 bits.", for_fp8=(2,)),
             _MMA_SPLITS,
         ),
     ),

@@ -315,7 +315,7 @@ def _calls(
                             for nsplit in splits:
                                 yield _Call(kernel, problem, space.change(config, {"nsplit": nsplit}))
                     if every_tile and space is not None and space.axes and out_dtype == dtype and not any(features):
-                        tiles = space.candidates("gpu", {"nsplit": [1]})
+                        tiles = space.candidates("gpu", {"nsplit": [1]}, kv_dtype)
                         candidates += [_Call(kernel, problem, config, is_shipped=False) for config in tiles]
                 fixed = deterministic_config(dtype).kernel
                 if not is_fp8 and not sparse and (fixed in MMA_KERNELS or not any(features)):
