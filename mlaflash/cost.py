@@ -22,7 +22,7 @@ from mlaflash import combine
 from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, TILE, MmaKernelConfig
-from mlaflash.params import DL, FP8_CODES, row_bytes
+from mlaflash.params import DL, row_bytes
 
 TOKENS_PER_SPLIT: Final = 64
 """Fewest tokens of a split: below, starting a block costs more than its share of the KV."""
@@ -142,8 +142,8 @@ ROW_CLASSES: Final = (
 )
 """Configurations to choose from, fewest rows first; of equal times the first one is taken."""
 
-FP8_ROW_CLASSES: Final = tuple(c for c in ROW_CLASSES if c.config in (NARROW, ROWS_32, ROWS_64))
-"""The same for caches of 8 bits."""
+FP8_ROW_CLASSES: Final = {"float8_e4m3": ROW_CLASSES[:1], "fp8_ds_mla": ROW_CLASSES[:1]}
+"""The same for caches of 8 bits, by what these hold."""
 
 
 def row_classes(kv_dtype: str) -> tuple[RowClass, ...]:
@@ -154,21 +154,19 @@ def row_classes(kv_dtype: str) -> tuple[RowClass, ...]:
     kv_dtype : str
         What the cache holds.
     """
-    return FP8_ROW_CLASSES if kv_dtype in FP8_CODES else ROW_CLASSES
+    return FP8_ROW_CLASSES.get(kv_dtype, ROW_CLASSES)
 
 
-def config_for(kernel: str, rows: int, kv_dtype: str) -> MmaKernelConfig:
-    """Return the constants of a kernel that is asked for by its name: the first of its configurations.
+def config_for(kernel: str, kv_dtype: str) -> MmaKernelConfig:
+    """Return the constants of a kernel that is asked for by its name alone: those with the most rows.
 
     Parameters
     ----------
     kernel : str
-    rows : int
-        Packed rows of a block.
     kv_dtype : str
         What the cache holds.
     """
-    return next(c.config for c in row_classes(kv_dtype) if (c.config.kernel, c.config.rows) == (kernel, rows))
+    return max((c.config for c in row_classes(kv_dtype) if c.config.kernel == kernel), key=lambda c: c.rows)
 
 
 # Where the tensor cores are the limit, as on no GPU that was measured, the chain around them still costs some time.

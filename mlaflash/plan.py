@@ -23,7 +23,17 @@ from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaKernelConfig, feature_defines
 from mlaflash.params import DL, FP8_CODES, MASK_CODES, new_params, numpy_dtype
 from mlaflash.problem import Problem, check_pages, element_type, kv_element_type, kv_scale_view, soft_cap, vector
 from mlaflash.reuse import Recent, Reusable, Signature
-from mlaflash.schedule import FP8_KERNELS, Launch, Schedule, build_params, check_fp8, mma_refusal
+from mlaflash.schedule import (
+    FP8_KERNELS,
+    MMA_KERNELS,
+    Launch,
+    Schedule,
+    build_params,
+    check_cache,
+    check_fp8,
+    fp8_kernels,
+    mma_refusal,
+)
 from mlaflash.tiles import KernelConfig, check_shared, dtype_defines
 
 MAX_WORK_BLOCKS: Final = 1024
@@ -153,12 +163,13 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
             f"tiles is {tiles!r}; a plan takes MmaNarrowConfig, MmaWideConfig or MmaRolesConfig. Leave it out to have "
             "it chosen."
         )
-    if capacity.kv_dtype in FP8_CODES and config.kernel not in FP8_KERNELS:
+    if config.kernel not in FP8_KERNELS.get(capacity.kv_dtype, MMA_KERNELS):
         raise UnsupportedError(
             f"tiles are those of {config.kernel}, which does not read a {capacity.kv_dtype} cache; "
-            f"{' and '.join(FP8_KERNELS)} do. Leave tiles out to have them chosen."
+            f"{fp8_kernels(capacity.kv_dtype)}. Leave tiles out to have them chosen."
         )
     config = replace(config, nsplit=None)
+    check_cache(config, capacity.kv_dtype)
     check_shared(config, device, capacity.kv_dtype)
     row_tiles = max(1, -(-capacity.rows // config.rows))
     # Threads of these kernels take up to 255 registers, so that an SM has room for 256, or for the 384 of `mma_roles`.

@@ -15,9 +15,6 @@ from mlaflash.mma_tiles import (
     MAX_TAIL_LEN,
     NARROW_PAIR,
     ROWS_32,
-    ROWS_64,
-    ROWS_64_ROLES,
-    TILE,
     MmaKernelConfig,
     MmaNarrowConfig,
     MmaRolesConfig,
@@ -29,8 +26,8 @@ from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, 
 
 MMA_KERNELS = ("mma_narrow", "mma_wide", "mma_roles")
 KERNELS = ("naive", "tile", *MMA_KERNELS)
-FP8_KERNELS = ("mma_narrow", "mma_wide")
-"""Those that read caches of 8 bits."""
+FP8_KERNELS = {"float8_e4m3": ("mma_narrow", "mma_roles"), "fp8_ds_mla": ("mma_narrow",)}
+"""Those that read caches of 8 bits, by what these hold."""
 
 NAIVE_SCORES_LIMIT = 1 << 30
 """Largest workspace of `naive` in bytes: it keeps a float32 score for each row and KV token."""
@@ -154,12 +151,8 @@ def plan(
     if deterministic:
         return _plan_deterministic(problem, device, kernel, tiles)
     config = _choose(kernel, tiles, problem, device)
-    if problem.is_fp8 and problem.batch and config.kernel not in FP8_KERNELS:
-        refusal = mma_refusal(problem)
-        raise UnsupportedError(
-            f"kernel {config.kernel!r} does not read a {problem.kv_dtype} cache; {' and '.join(FP8_KERNELS)} do"
-            + (f", which do not take this problem: {refusal}." if refusal else ". Leave kernel and tiles out.")
-        )
+    _check_kernel(config.kernel, problem)
+    check_cache(config, problem.kv_dtype)
     check_shared(config, device, problem.kv_dtype)
     if isinstance(config, NaiveConfig):
         return _plan_naive(problem, config)
@@ -190,6 +183,54 @@ def check_fp8(kv_dtype: str, device: Device) -> None:
         )
 
 
+def check_cache(config: KernelConfig, kv_dtype: str) -> None:
+    """Refuse constants that are for caches of the other width.
+
+    Parameters
+    ----------
+    config : KernelConfig
+    kv_dtype : str
+        What the cache holds.
+
+    Raises
+    ------
+    TileError
+        With the constant and what is allowed.
+    """
+    is_fp8 = kv_dtype in FP8_CODES
+    if isinstance(config, MmaNarrowConfig) and config.step_tiles > 1 and not is_fp8:
+        raise TileError(
+            f"step_tiles is {config.step_tiles} and kv_cache is {kv_dtype}; more than 1 is for caches of 8 bits. Use 1."
+        )
+    if isinstance(config, MmaRolesConfig) and (config.code_stages > 0) != is_fp8:
+        raise TileError(
+            f"code_stages is {config.code_stages} and kv_cache is {kv_dtype}; it is 0 for caches of 16 bits alone. "
+            f"Use {2 if is_fp8 else 0}."
+        )
+
+
+def fp8_kernels(kv_dtype: str) -> str:
+    """Say which kernels read a cache of 8 bits.
+
+    Parameters
+    ----------
+    kv_dtype : str
+    """
+    kernels = FP8_KERNELS[kv_dtype]
+    return f"{' and '.join(kernels)} {'does' if len(kernels) == 1 else 'do'}"
+
+
+def _check_kernel(kernel: str, problem: Problem) -> None:
+    """Refuse a kernel that does not read the cache; where there is nothing but padding, none does."""
+    if not problem.is_fp8 or not problem.batch or kernel in FP8_KERNELS[problem.kv_dtype]:
+        return
+    refusal = mma_refusal(problem)
+    instead = f", but not this problem: {refusal}." if refusal else ". Leave kernel and tiles out."
+    raise UnsupportedError(
+        f"kernel {kernel!r} does not read a {problem.kv_dtype} cache; {fp8_kernels(problem.kv_dtype)}{instead}"
+    )
+
+
 def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, device: Device) -> KernelConfig:
     name = kernel if kernel != "auto" else None
     if name is not None and name not in KERNELS:
@@ -200,15 +241,13 @@ def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, de
                 f"tiles is {tiles!r} and kernel is {name!r}; the tiles must be those of the kernel. Leave one out."
             )
         return tiles
+    if name is not None:
+        _check_kernel(name, problem)
     if name == "naive":
         return NaiveConfig()
-    if name == "mma_narrow":
-        return cost.config_for("mma_narrow", TILE, problem.kv_dtype)
-    if name == "mma_wide":
-        few = problem.max_q_len * problem.num_heads <= ROWS_32.rows
-        return cost.config_for("mma_wide", (ROWS_32 if few else ROWS_64).rows, problem.kv_dtype)
-    if name == "mma_roles":
-        return ROWS_64_ROLES
+    if name in MMA_KERNELS:
+        few = name == "mma_wide" and problem.max_q_len * problem.num_heads <= ROWS_32.rows
+        return ROWS_32 if few else cost.config_for(name, problem.kv_dtype)
     if name is None and mma_refusal(problem) is None:
         choice = mma_choice(problem, device)
         return replace(choice.config, nsplit=choice.num_splits)
@@ -305,13 +344,8 @@ def _plan_mma(problem: Problem, config: MmaKernelConfig, device: Device) -> Sche
         raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}.{instead}")
     if problem.is_sparse and isinstance(config, MmaRolesConfig):
         raise UnsupportedError(
-            f"kernel {config.kernel!r} does not take lists of slots; mma_narrow and mma_wide do. Leave kernel and "
-            "tiles out to have them chosen."
-        )
-    if isinstance(config, MmaNarrowConfig) and config.step_tiles > 1 and not problem.is_fp8:
-        raise TileError(
-            f"step_tiles is {config.step_tiles} and kv_cache is {problem.kv_dtype}; more than 1 is for caches of 8 "
-            "bits. Use 1."
+            f"kernel {config.kernel!r} does not take lists of slots; mma_narrow does, and mma_wide with caches of 16 "
+            "bits. Leave kernel and tiles out to have them chosen."
         )
     # One at least: the last request's blocks also write the padding behind it.
     row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))

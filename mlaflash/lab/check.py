@@ -153,7 +153,7 @@ def labels(kernels: Sequence[str], nsplit: int | None, cases: Sequence[Case]) ->
 
 
 def takes(label: str, case: Case) -> bool:
-    """Whether a kernel does a problem, by its element types.
+    """Whether a kernel does a problem, by its element types and lists.
 
     Parameters
     ----------
@@ -161,8 +161,10 @@ def takes(label: str, case: Case) -> bool:
         Of `CHECKED`.
     case : Case
     """
+    if case.topk and label == "mma_roles":
+        return False
     if case.kv_dtype is not None:
-        return label in FP8_KERNELS
+        return label in FP8_KERNELS[case.kv_dtype]
     return label not in MMA_KERNELS or case.dtype != "float32"
 
 

@@ -9,7 +9,6 @@ from typing import Final
 
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.mma_tiles import MmaNarrowConfig, MmaRolesConfig, MmaWideConfig
-from mlaflash.params import FP8_CODES
 from mlaflash.schedule import FP8_KERNELS, MMA_KERNELS
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, tile_candidates
 
@@ -27,15 +26,15 @@ class Axis:
     emulator_values : tuple of int
         What it tries on the emulator, where each compilation takes seconds.
     help : str
-    for_fp8 : tuple of int
-        Those of the values that are built for caches of 8 bits alone.
+    fp8_values : tuple of int
+        What it tries over a cache of 8 bits, on either; empty is the same as else.
     """
 
     name: str
     values: tuple[int, ...]
     emulator_values: tuple[int, ...]
     help: str
-    for_fp8: tuple[int, ...] = ()
+    fp8_values: tuple[int, ...] = ()
 
     @property
     def option(self) -> str:
@@ -92,8 +91,9 @@ class Space:
         lists = []
         for axis in self.axes:
             values = axis.values if device_kind == "gpu" else axis.emulator_values
-            left_out = () if kv_dtype in FP8_CODES else axis.for_fp8
-            lists.append(chosen.get(axis.name, [value for value in values if value not in left_out]))
+            if axis.fp8_values and kv_dtype in FP8_KERNELS:
+                values = axis.fp8_values
+            lists.append(chosen.get(axis.name, values))
         for values in itertools.product(*lists):
             point = {axis.name: value for axis, value in zip(self.axes, values, strict=True)}
             if self.is_built(point):
@@ -130,7 +130,7 @@ SPACES: Final[dict[str, Space]] = {
             Axis("kv_groups", (1, 2), (1, 2), "Groups of four warps that take turns at the KV tiles."),
             Axis("stages", (2, 3, 4), (2, 3), "KV tiles in the ring."),
             Axis("exchange_buffers", (1, 2), (1, 2), "Buffers for the scores that warps exchange."),
-            Axis("step_tiles", (1, 2), (1, 2), "KV tiles that a group takes at once; 2 of 8 bits.", for_fp8=(2,)),
+            Axis("step_tiles", (1,), (1,), "KV tiles that a group takes at once, 2 of 8 bits.", fp8_values=(1, 2)),
             _MMA_SPLITS,
         ),
     ),
@@ -153,9 +153,10 @@ SPACES: Final[dict[str, Space]] = {
     "mma_roles": Space(
         MmaRolesConfig,
         (
-            Axis("stages", (4, 8), (4,), "KV tiles in the ring."),
+            Axis("stages", (4, 8), (4,), "KV tiles in the ring.", fp8_values=(3, 4)),
             Axis("shared_steps", (3, 4, 5), (4,), "Steps of a score warp's part of q that stay in shared memory."),
             Axis("lookahead", (1, 2), (1, 2), "Operand loads ahead of the products."),
+            Axis("code_stages", (0,), (0,), "KV tiles of 8 bits in the ring before it.", fp8_values=(1, 2)),
             _MMA_SPLITS,
         ),
     ),
@@ -174,8 +175,8 @@ def swept_kernels(kv_dtype: str | None = None, names: Sequence[str] = ()) -> lis
         Only those that have all of these axes.
     """
     takes = [kernel for kernel in SPACES if kv_dtype != "float32" or kernel not in MMA_KERNELS]
-    if kv_dtype in FP8_CODES:
-        takes = list(FP8_KERNELS)
+    if kv_dtype in FP8_KERNELS:
+        takes = list(FP8_KERNELS[kv_dtype])
     return [kernel for kernel in takes if SPACES[kernel].axes and set(names) <= {a.name for a in SPACES[kernel].axes}]
 
 

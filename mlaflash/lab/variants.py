@@ -300,7 +300,7 @@ def _calls(
                 if (sparse and new_kv) or (split_kv and kv_dtype == "fp8_ds_mla"):
                     continue  # there is no such call
                 problem = _problem(dtype, kv_dtype, out_dtype, *features)
-                for kernel in FP8_KERNELS if is_fp8 else KERNELS:
+                for kernel in FP8_KERNELS.get(kv_dtype, KERNELS):
                     if kernel in MMA_KERNELS and dtype == "float32":
                         continue  # nothing that a user could do about it
                     if kernel not in MMA_KERNELS and (soft_cap or new_kv or split_kv):
