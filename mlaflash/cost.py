@@ -299,6 +299,22 @@ def fitting_classes(
     return [c for c in allowed if occupancy_blocks(c.config.shared_bytes(kv_dtype), device) >= c.blocks_per_sm]
 
 
+def blocks_per_sm(config: MmaKernelConfig, device: Device, kv_dtype: str = "bfloat16") -> int:
+    """Count the blocks that share a multiprocessor.
+
+    Parameters
+    ----------
+    config : MmaKernelConfig
+    device : Device
+    kv_dtype : str
+        What the cache holds.
+    """
+    # Threads of these kernels take up to 255 registers, so that an SM has room for 256, or for the 384 of `mma_roles`.
+    room = max(1, 256 // config.threads)
+    known = [c.blocks_per_sm for c in row_classes(kv_dtype) if c.config == config]
+    return min(occupancy_blocks(config.shared_bytes(kv_dtype), device), known[0] if known else room)
+
+
 def start_tiles(config: MmaKernelConfig, device: Device, kv_dtype: str = "bfloat16") -> int:
     """Return what starting on another row tile costs a block that runs already, in KV tiles.
 

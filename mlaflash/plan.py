@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mlaflash import cost, mask_pack
 from mlaflash.attention import output_views
 from mlaflash.checks import choice, finite, integer, is_number
-from mlaflash.device import Device, occupancy_blocks
+from mlaflash.device import Device
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
 from mlaflash.mask_formats import words_per_row
@@ -172,8 +172,7 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
     check_cache(config, capacity.kv_dtype)
     check_shared(config, device, capacity.kv_dtype)
     row_tiles = max(1, -(-capacity.rows // config.rows))
-    # Threads of these kernels take up to 255 registers, so that an SM has room for 256, or for the 384 of `mma_roles`.
-    blocks_per_sm = min(occupancy_blocks(config.shared_bytes(capacity.kv_dtype), device), max(1, 256 // config.threads))
+    blocks_per_sm = cost.blocks_per_sm(config, device, capacity.kv_dtype)
     slots = min(device.num_sms * blocks_per_sm, MAX_WORK_BLOCKS)
     # Row tiles of one request side by side, each in step with the others: they share what they read.
     blocks = slots // row_tiles * row_tiles if row_tiles < slots else slots
@@ -728,7 +727,8 @@ class VerifyPlan:
                 known = self._bind(q, kv_cache, new_kv, kv_scale, out, lse)
                 self._known.put(signature.key, known)
             known.point(signature.addresses, {"page_ids": self._page_ids})
-            known.params["kv_scale_value"] = scale_value
+            if self.capacity.kv_dtype == "float8_e4m3":
+                known.params["kv_scale_value"] = scale_value
             touched: Mapping[str, Any] = self._touched(given) if backend.keeps_track else {}
             for launch in known.launches:
                 launch(stream, touched)
