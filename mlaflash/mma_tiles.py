@@ -275,6 +275,8 @@ class MmaRolesConfig:
         Of the 18 steps through a score warp's half of q, those that stay in shared memory for want of registers.
     lookahead : int
         Operand loads that a score warp issues ahead of the products that use them.
+    code_stages : int
+        Tiles in the ring that a cache of 8 bits comes through, from which the other one is filled; 0 for 16 bits.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -290,12 +292,18 @@ class MmaRolesConfig:
     stages: int = 4
     shared_steps: int = 4
     lookahead: int = 2
+    code_stages: int = 0
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
-        if self.stages not in (4, 8):
+        if self.code_stages == 0 and self.stages not in (4, 8):
             raise TileError(f"stages is {self.stages}; it must be 4 or 8, because q passes through four. Use 4.")
+        if self.code_stages < 0 or self.stages < 3:
+            raise TileError(
+                f"code_stages is {self.code_stages} and stages {self.stages}; a cache of 8 bits takes at least 1 and 3. "
+                "Use 1 and 3."
+            )
         if not 0 <= self.shared_steps <= 5:
             raise TileError(f"shared_steps is {self.shared_steps}; it must be 0 to 5. Use 4.")
         if self.lookahead not in (1, 2):
@@ -319,17 +327,25 @@ class MmaRolesConfig:
         return 12 * _WARP
 
     def defines(self) -> dict[str, int]:
-        """Return STAGES, SHARED_STEPS and LOOKAHEAD."""
-        return {"STAGES": self.stages, "SHARED_STEPS": self.shared_steps, "LOOKAHEAD": self.lookahead}
+        """Return STAGES, SHARED_STEPS, LOOKAHEAD and CODE_STAGES."""
+        return {
+            "STAGES": self.stages,
+            "SHARED_STEPS": self.shared_steps,
+            "LOOKAHEAD": self.lookahead,
+            "CODE_STAGES": self.code_stages,
+        }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
-        """Bytes of the ring, a part of q, partial scores, two buffers of weights, and of what masks and rows need."""
-        ring = self.stages * (TILE * _ROW_PITCH + 16)
-        q = 4 * self.shared_steps * 1024
+        """Bytes of the rings, a part of q, partial scores, two buffers of weights, and of what masks and rows need."""
+        stage = TILE * _ROW_PITCH + 16
         exchange = 4 * 1024
+        ring = self.stages * stage + exchange
+        if self.code_stages:
+            ring = max(ring + self.code_stages * TILE * D, self.rows // 16 * stage)
+        q = 4 * self.shared_steps * 1024
         handover = 2 * (4 * 512 + 512)
         rows = self.rows * (4 + 8)
-        return ring + q + exchange + handover + rows + MAX_TAIL_LEN // 8 + 32
+        return ring + q + handover + rows + MAX_TAIL_LEN // 8 + 32
 
     def as_dict(self) -> dict[str, int]:
         """Return the constants, and `nsplit` where it is set."""

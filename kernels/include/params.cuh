@@ -131,9 +131,11 @@ constexpr int LOOKAHEAD = MLAFLASH_LOOKAHEAD;
 constexpr int REFILL_AT = MLAFLASH_REFILL_AT;
 #endif
 
-// mma_roles: of a score warp's 18 steps through its dims of q, those that stay in shared memory.
+// mma_roles: of a score warp's 18 steps through its dims of q, those that stay in shared memory; tiles in the ring of
+// 8-bit ones, 0 for a cache of 16 bits.
 #ifdef MLAFLASH_SHARED_STEPS
 constexpr int SHARED_STEPS = MLAFLASH_SHARED_STEPS;
+constexpr int CODE_STAGES = MLAFLASH_CODE_STAGES;
 #endif
 
 // Tensor-core kernels. SOFT_CAP 1: logit_cap is positive. NEW_KV 1: new_kv_c and new_k_pe hold the last q_len tokens.
