@@ -21,7 +21,17 @@ from typing import Final
 from mlaflash import combine
 from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, TILE, MmaKernelConfig
+from mlaflash.mma_tiles import (
+    NARROW,
+    ROWS_32,
+    ROWS_32_PAIR,
+    ROWS_64,
+    ROWS_64_ROLES,
+    TILE,
+    MmaKernelConfig,
+    MmaNarrowConfig,
+    MmaRolesConfig,
+)
 from mlaflash.params import DL, row_bytes
 
 TOKENS_PER_SPLIT: Final = 64
@@ -142,7 +152,38 @@ ROW_CLASSES: Final = (
 )
 """Configurations to choose from, fewest rows first; of equal times the first one is taken."""
 
-FP8_ROW_CLASSES: Final = {"float8_e4m3": ROW_CLASSES[:1], "fp8_ds_mla": ROW_CLASSES[:1]}
+FP8_ROW_CLASSES: Final = {
+    "float8_e4m3": (
+        RowClass(
+            MmaNarrowConfig(kv_groups=1, exchange_buffers=1, step_tiles=2),
+            start_us=5.8,
+            tile_clocks=1450,
+            mma=272,
+            shared_clocks=700,
+            blocks_per_sm=2,
+            least_capability=(8, 9),
+        ),
+        RowClass(
+            MmaRolesConfig(stages=3, code_stages=2),
+            start_us=14.0,
+            tile_clocks=1800,
+            mma=544,
+            shared_clocks=1100,
+            least_capability=(8, 9),
+            takes_lists=False,
+        ),
+    ),
+    "fp8_ds_mla": (
+        RowClass(
+            MmaNarrowConfig(stages=4, exchange_buffers=1),
+            start_us=5.8,
+            tile_clocks=832,
+            mma=136,
+            shared_clocks=400,
+            least_capability=(8, 9),
+        ),
+    ),
+}
 """The same for caches of 8 bits, by what these hold."""
 
 

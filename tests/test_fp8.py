@@ -262,7 +262,7 @@ def test_constants_for_the_other_width_are_refused() -> None:
     with pytest.raises(TileError, match=r"code_stages is 0 and kv_cache is float8_e4m3; .*Use 2"):
         plan(problem, DEVICE, tiles=ROWS_64_ROLES)
     with pytest.raises(TileError, match=r"code_stages is 2 and kv_cache is bfloat16; .*Use 0"):
-        plan(plain, DEVICE, tiles=replace(ROWS_64_ROLES, code_stages=2, stages=2))
+        plan(plain, DEVICE, tiles=replace(ROWS_64_ROLES, code_stages=2, stages=3))
     with pytest.raises(TileError, match=r"step_tiles is 2 and kv_cache is bfloat16; .*Use 1"):
         plan(plain, DEVICE, tiles=MmaNarrowConfig(step_tiles=2, kv_groups=1))
     lists = read_problem(build(replace(BASE, mask="none", topk=40), 11))
