@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 from verify_cases import SCALE
 
 from mlaflash import oracle
@@ -10,6 +12,8 @@ from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case
 from mlaflash.params import FP8_CODES
 from mlaflash.schedule import FP8_KERNELS
+
+E4M3 = ml_dtypes.float8_e4m3fn
 
 BASE = Case(
     name="fp8",
@@ -55,3 +59,13 @@ def judge(result: tuple[Any, Any], arguments: dict[str, Any], case: Case) -> Non
         limits = replace(limits, norm=1.25 * limits.norm)  # parts of 16 bits are one rounding more
     found = compare(*result, *expected, limits)
     assert found.passed, f"{case.name}: {found.reason}; {found.worst_index} {found.worst_actual} {found.worst_expected}"
+
+
+def numbers(cache: np.ndarray[Any, Any], kv_dtype: str, scale: float) -> np.ndarray[Any, Any]:
+    """Read rows by the types of another library."""
+    if kv_dtype == "float8_e4m3":
+        return cache.view(E4M3).astype(np.float64) * scale
+    scales = np.ascontiguousarray(cache[..., 512:528]).view(np.float32).astype(np.float64)
+    latent = cache[..., :512].view(E4M3).astype(np.float64) * np.repeat(scales, 128, axis=-1)
+    rope = np.ascontiguousarray(cache[..., 528:]).view(ml_dtypes.bfloat16).astype(np.float64)
+    return np.concatenate([latent, rope], axis=-1)

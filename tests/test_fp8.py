@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from fp8_cases import BASE, CASES, FORMATS, READERS, judge
+from fp8_cases import BASE, CASES, E4M3, FORMATS, READERS, judge, numbers
 from plan_cases import plan_arguments
 from verify_cases import SCALE, assert_same
 
@@ -25,7 +25,6 @@ from mlaflash.shape import call_launches, plan_launches
 from mlaflash.tiles import TileConfig
 
 Arguments = dict[str, Any]
-E4M3 = ml_dtypes.float8_e4m3fn
 DEVICE = Device.for_arch("sm_120")
 
 
@@ -41,16 +40,6 @@ def check(case: Case, seed: int, **extra: Any) -> None:
 
 
 # --- the oracle ----------------------------------------------------------------------------------------------------
-
-
-def numbers(cache: np.ndarray[Any, Any], kv_dtype: str, scale: float) -> np.ndarray[Any, Any]:
-    """Read rows by the types of another library."""
-    if kv_dtype == "float8_e4m3":
-        return cache.view(E4M3).astype(np.float64) * scale
-    scales = np.ascontiguousarray(cache[..., 512:528]).view(np.float32).astype(np.float64)
-    latent = cache[..., :512].view(E4M3).astype(np.float64) * np.repeat(scales, 128, axis=-1)
-    rope = np.ascontiguousarray(cache[..., 528:]).view(ml_dtypes.bfloat16).astype(np.float64)
-    return np.concatenate([latent, rope], axis=-1)
 
 
 def test_the_oracle_attends_to_the_numbers_of_the_rows(kv_dtype: str) -> None:
