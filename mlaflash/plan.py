@@ -785,7 +785,7 @@ class VerifyPlan:
             page_size=capacity.page_size,
             mask=mask,
             new_kv=new_kv,
-            kv_dtype=capacity.kv_dtype,
+            kv_dtype=capacity.kv_dtype if capacity.kv_dtype in FP8_CODES else None,
             kv_scale=kv_scale,
             logit_cap=capacity.logit_cap,
             lse_base=capacity.lse_base,
@@ -810,6 +810,8 @@ class VerifyPlan:
                 f"q is {problem.dtype} with {problem.num_heads} heads; the plan was made for {capacity.dtype} with "
                 f"{capacity.num_heads}."
             )
+        if problem.kv_dtype != capacity.kv_dtype:
+            raise ShapeError(f"kv_cache is {problem.kv_dtype}; the plan was made for {capacity.kv_dtype}.")
         if (problem.new_kv is not None) != capacity.new_kv:
             raise InvalidArgumentError(
                 f"new_kv is {'missing' if problem.new_kv is None else 'given'}; the plan was made with "

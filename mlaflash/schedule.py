@@ -205,7 +205,7 @@ def check_cache(config: KernelConfig, kv_dtype: str) -> None:
     if isinstance(config, MmaRolesConfig) and (config.code_stages > 0) != is_fp8:
         raise TileError(
             f"code_stages is {config.code_stages} and kv_cache is {kv_dtype}; it is 0 for caches of 16 bits alone. "
-            f"Use {2 if is_fp8 else 0}."
+            f"Use {int(is_fp8)}."
         )
 
 

@@ -248,7 +248,7 @@ def test_what_no_kernel_does_is_refused_by_name(extra: Any, error: type[Exceptio
 
 def test_constants_for_the_other_width_are_refused() -> None:
     problem, plain = (read_problem(build(replace(BASE, kv_dtype=name), 11)) for name in ("float8_e4m3", None))
-    with pytest.raises(TileError, match=r"code_stages is 0 and kv_cache is float8_e4m3; .*Use 2"):
+    with pytest.raises(TileError, match=r"code_stages is 0 and kv_cache is float8_e4m3; .*Use 1"):
         plan(problem, DEVICE, tiles=ROWS_64_ROLES)
     with pytest.raises(TileError, match=r"code_stages is 2 and kv_cache is bfloat16; .*Use 0"):
         plan(plain, DEVICE, tiles=replace(ROWS_64_ROLES, code_stages=2, stages=3))
@@ -479,6 +479,8 @@ def test_a_plan_refuses_other_caches_and_scales() -> None:
         with pytest.raises(InvalidArgumentError, match="kv_scale is given and kv_cache is bfloat16"):
             of_16_bits.run(plain["q"], plain["kv_cache"], kv_scale=0.5)
         of_16_bits.run(plain["q"], plain["kv_cache"])
+    with pytest.raises(ShapeError, match="kv_cache is float8_e4m3; the plan was made for bfloat16"):
+        of_16_bits.run(arguments["q"], arguments["kv_cache"].view(E4M3))
     with pytest.raises(TileError, match="101376"):
         choose_work(check_capacity(**_sizes(), kv_dtype="float8_e4m3"), DEVICE, replace(NARROW_PAIR, stages=40))
 
