@@ -117,11 +117,12 @@ def mla_verify(
         Longest request; by default what the page table can address. No length is read from the device.
     kernel : {"naive", "tile", "mma_narrow", "mma_wide", "mma_roles"}, optional
         By default (or ``"auto"``) chosen: a tensor-core kernel where q is 16-bit, every row starts on 16 bytes, strides
-        are below 2**31 elements and a TreeMask has at most 1,024 columns; else `tile`.
+        are below 2**31 elements and a TreeMask has at most 1,024 columns; else `tile`. Caches of 8 bits are read by
+        `mma_narrow` and, ``"float8_e4m3"``, by `mma_roles` alone, on sm_89 and newer.
     tiles : KernelConfig, optional
         Constants of the kernel, such as `TileConfig`.
     deterministic : bool
-        A row of `out` and `lse` then depends on its own q and on the tokens that it sees, and on nothing else: it has
+        Not with a cache of 8 bits. A row of `out` and `lse` then depends on its own q and on the tokens that it sees, and on nothing else: it has
         the same bits alone, in a batch, in a verify call and in a decode call of one token, with other heads beside it,
         in pages of any size, from `new_kv` or from the cache, and whatever bounds the lengths (see Notes).
     budget : str, optional
