@@ -369,8 +369,7 @@ DEVICE void add_values(const u32 (&weights)[4], const u32 (&v)[V_STEPS][4], floa
 
 // What an 8-bit build keeps from step to step besides.
 struct Scales {
-  float scores[2];  // of the lane's rows, from q K as multiplied to what it is
-  float cache;      // of the whole cache
+  float scores[2];  // of the lane's rows, from q K as multiplied to exponents, or to what soft-capping takes
   Gain gain;
 };
 
@@ -457,7 +456,7 @@ template <int N>
 DEVICE void weigh_step(const VerifyParams& p, float (&s)[N][2][4], const float (&token_scales)[N][2][2], float unit,
                        Softmax& softmax, Scales& scales, float (&o)[O_TILES][4], u32 (&weights)[N][4]) {
   const float before[2] = {softmax.base[0], softmax.base[1]};
-  weigh(s, exponent_scale(p), softmax, o);
+  weigh(s, capped_scale(p), softmax, o);
   if constexpr (TOKEN_SCALES) scale_weights(s, token_scales, before, softmax, scales.gain, o);
 #pragma unroll
   for (int i = 0; i < N; i++) pack_weights(s[i], unit, weights[i]);
@@ -573,12 +572,12 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTi
                             Scales& scales, float (&o)[O_TILES][4], u32 buffer) {
   const u32 keys = w.ring + slice_offset_16(w.lane % 8 + w.lane / 16 * 8, w.lane / 8 % 2);
   const u32 values = w.ring + slice_offset_16(w.lane % 16, w.lane / 16);
-  const float unit = floor_power(scales.cache) / scales.cache;  // of new rows, in that of the cache's
+  const float scale = cache_scale(p), unit = floor_power(scale) / scale;  // of new rows, in that of the cache's
 #pragma unroll 1
   for (int tile = max_int(tiles.begin, (source.last_cached + 1) / TILE); tile < tiles.end; tile++) {
     if (tile % KV_GROUPS != w.group) continue;
     warp_sync();  // orders the lanes' reads of the ring, or of the tile before, before the writes
-    copy_new_tile(p, r, rows, w, source, tile, scales.cache);
+    copy_new_tile(p, r, rows, w, source, tile, scale);
     warp_sync();  // orders the lanes' writes before the reads
     float s[1][2][4] = {}, token_scales[1][2][2] = {};
     if constexpr (TOKEN_SCALES) load_token_scales(w, w.ring + NEW_SCALES, 4, token_scales[0]);
@@ -589,7 +588,7 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTi
       for (int e = 0; e < 4; e++) s[0][n][e] *= scales.scores[e / 2] * unit;
     publish_scores(w, buffer, s);
     add_scores(w, buffer, s);
-    soft_cap(p, s[0]);
+    cap_scores(s[0]);
     mask_tile(p, r, rows, w, tile, ~((1u << min_int(max_int(source.last_cached + 1 - tile * TILE, 0), TILE)) - 1),
               s[0]);
     u32 weights[1][4];
@@ -734,7 +733,7 @@ DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, const RowTile& r
 #pragma unroll
       for (int j = h; j < 4; j += 2) largest = max_magnitude(largest, unpack_pair<Q_DTYPE>(q[i][j]));
     const PowerOfTwo power = to_f16_range(max_over_row(largest));
-    scales.scores[h] = power.reciprocal * scales.cache;
+    scales.scores[h] = power.reciprocal * cache_scale(p) * score_factor(p);
     const float factor = p.sm_scale == 0.0f ? 0.0f : p.sm_scale < 0.0f ? -power.value : power.value;
 #pragma unroll
     for (int i = 0; i < K_STEPS; i++)
@@ -824,7 +823,7 @@ DEVICE void attend_16_bit(const VerifyParams& p, const Request& r, const RowTile
 DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
   const Warp w = locate(shared_base());
   Source source = make_source(p, r, rows, tiles, w);
-  Scales scales = {{0.0f, 0.0f}, cache_scale(p), {{1.0f, 1.0f}}};
+  Scales scales = {{0.0f, 0.0f}, {{0.0f, 0.0f}}};
   u32 q[Q_STEPS][4];
   start(p, r, rows, w, source, q);
   load_q_fp8(p, r, rows, w, q, scales);
@@ -857,7 +856,7 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
     add_scores(w, buffer, s);
 #pragma unroll
     for (int i = 0; i < STEP_TILES; i++) {
-      soft_cap(p, s[i]);
+      cap_scores(s[i]);
       if constexpr (SPARSE_IDS) {
         const u32 bits = listed >> i * TILE;
         if (listed != ~0u) mask_scores(s[i], {bits, bits});
@@ -872,11 +871,12 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
   cp_async_wait_all();  // nothing is in flight any more
+  const float scale = cache_scale(p);
   if constexpr (NEW_KV) attend_new_rows(p, r, rows, tiles, w, source, q, softmax, scales, o, buffer);
 #pragma unroll
   for (int i = 0; i < O_TILES; i++)
 #pragma unroll
-    for (int e = 0; e < 4; e++) o[i][e] *= scales.cache / scales.gain.of[e / 2];
+    for (int e = 0; e < 4; e++) o[i][e] *= TOKEN_SCALES ? ex2(-scales.gain.of[e / 2]) : scale;
   store(p, r, part, rows, w, softmax, o);
 }
 

@@ -356,7 +356,7 @@ DEVICE void scale_q(const VerifyParams& p, u32 smem) {
       }
       st_shared_u32x4(chunk + i * WARP * 16, {q[i][0], q[i][1], q[i][2], q[i][3]});
     }
-    if (lane == 0) st_shared_f32(smem + Smem::UNITS + row * 4, power.reciprocal * cache_scale(p));
+    if (lane == 0) st_shared_f32(smem + Smem::UNITS + row * 4, power.reciprocal * cache_scale(p) * score_factor(p));
   }
   block_sync();  // orders the writes before the score warps' reads
 }
@@ -507,9 +507,9 @@ DEVICE void give_scores(const float (&s)[2][4], const Scorer& scorer) {
   named_barrier_arrive(given_barrier(scorer.warp), 2 * WARP);  // orders the writes before the partner's reads
 }
 
-// 8 bits: from q K as multiplied to what it is.
-DEVICE void apply_units(float (&s)[2][4], const Scorer& scorer) {
-  const u32 units = shared_base() + Smem::UNITS + scorer.warp * 64 + lane_idx_anew() / 4 * 4;
+// 8 bits: from q K as multiplied to exponents, or to what soft-capping takes.
+DEVICE void apply_units(float (&s)[2][4], const Scorer& scorer, u32 smem) {
+  const u32 units = smem + Smem::UNITS + (scorer.fragments - smem) / 64 * 4;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const float unit = ld_shared_f32(units + h * 32);
@@ -518,14 +518,14 @@ DEVICE void apply_units(float (&s)[2][4], const Scorer& scorer) {
   }
 }
 
-DEVICE void take_scores(float (&s)[2][4], const Scorer& scorer) {
+DEVICE void take_scores(float (&s)[2][4], const Scorer& scorer, u32 smem) {
   named_barrier_sync(given_barrier(scorer.warp ^ 1), 2 * WARP);  // orders the partner's writes before the reads
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     const f32x4 x = ld_shared_f32x4(scorer.fragments + Smem::EXCHANGE + n * FRAGMENT_BYTES);
     s[n][0] += x.x, s[n][1] += x.y, s[n][2] += x.z, s[n][3] += x.w;
   }
-  if constexpr (FP8) apply_units(s, scorer);
+  if constexpr (FP8) apply_units(s, scorer, smem);
 }
 
 // Only tiles at the end of what the rows see come here. A lane looks at one row, the next one at the other of the two
@@ -622,7 +622,7 @@ DEVICE int finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) 
     // Not asked of the maximum: where scores are NaN it stays -inf, and would hide them.
     const bool empty = sum == 0.0f;
     if (lane % 4 != 0) continue;
-    st_shared_f32(smem + Smem::RECIPROCALS + row * 4, empty ? 0.0f : (FP8 ? cache_scale(p) : 1.0f) / sum);
+    st_shared_f32(smem + Smem::RECIPROCALS + row * 4, empty ? 0.0f : (FP8 ? cache_scale(p) : 1.0f) * (1.0f / sum));
     if (first + row < place.rows.end)
       store_lse(p, place.request, first + row, place.part, empty ? neg_inf() : scorer.softmax.base[h] + lg2(sum));
   }
@@ -642,14 +642,14 @@ DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
   const bool has_next = token + TILE < scorer.end;
   const u32 next = has_next ? next_stage(stage) : stage;
   if (PRODUCTS) multiply_q_k<0, TAKE_AT>(s, scorer, operands, keys, 0);
-  if (WEIGHTS) take_scores(own, scorer);
+  if (WEIGHTS) take_scores(own, scorer, smem);
   if (PRODUCTS && WEIGHTS) named_barrier_arrive(taken_barrier(scorer.warp), 2 * WARP);
   if (PRODUCTS) multiply_q_k<TAKE_AT, MAXIMA_AT>(s, scorer, operands, keys, 0);
   float maxima[2];
   bool raised = false;
   if (WEIGHTS) {
     if (FP8 && NEW_KV && is_masked(smem, token - TILE)) scale_new_scores(p, own, token - TILE, smem);
-    soft_cap(p, own);
+    FP8 ? cap_scores(own) : soft_cap(p, own);
     if (is_masked(smem, token - TILE)) mask_tile(p, own, token - TILE, smem);
     find_maxima(maxima, own, scorer.scale);
     const Softmax& softmax = scorer.softmax;
@@ -686,7 +686,7 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   // Read anew, so that nothing of it is kept from item to item.
   const u32 thread = thread_idx_anew(), lane = thread % WARP;
   scorer.warp = make_uniform(thread / WARP);
-  scorer.scale = as_f32(make_uniform(as_u32(exponent_scale(p))));
+  scorer.scale = FP8 && !SOFT_CAP ? 1.0f : as_f32(make_uniform(as_u32(FP8 ? capped_scale(p) : exponent_scale(p))));
   scorer.fragments = keep_in_register(smem + (lane + scorer.warp * 2 * WARP) * 16);
   // Matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the B
   // fragments of the two token octets, in neighbouring registers as the tensor cores want them.

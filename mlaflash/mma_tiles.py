@@ -262,6 +262,12 @@ NARROW: Final = MmaNarrowConfig()
 NARROW_PAIR: Final = MmaNarrowConfig(kv_groups=1, exchange_buffers=1)
 """Row tiles of 16, two blocks an SM: 41,472 bytes. What deterministic calls take."""
 
+NARROW_E4M3: Final = MmaNarrowConfig(exchange_buffers=1, step_tiles=2)
+"""Row tiles of 16 over a cache of e4m3, one block an SM: 92,160 bytes."""
+
+NARROW_DS_MLA: Final = MmaNarrowConfig(stages=3, exchange_buffers=1)
+"""Row tiles of 16 over rows of 656 bytes, one block an SM: 77,312 bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class MmaRolesConfig:
@@ -354,6 +360,9 @@ class MmaRolesConfig:
 
 ROWS_64_ROLES: Final = MmaRolesConfig()
 """Row tiles of 64: 101,344 bytes, 168 registers."""
+
+ROLES_E4M3: Final = MmaRolesConfig(stages=3, shared_steps=5, code_stages=1)
+"""Row tiles of 64 over a cache of e4m3: 101,344 bytes, 168 registers."""
 
 MmaKernelConfig: TypeAlias = MmaNarrowConfig | MmaRolesConfig | MmaWideConfig
 """Constants of any of these kernels."""

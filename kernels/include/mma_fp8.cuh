@@ -17,6 +17,23 @@ DEVICE float cache_scale(const VerifyParams& p) {
   return p.kv_scale ? ld_global_f32(p.kv_scale) : p.kv_scale_value;
 }
 
+// --- scale ---------------------------------------------------------------------------------------------------------
+
+// Scores are multiplied once, row by row, by all that is due: by this, the scale of the cache and what scaled q.
+DEVICE float score_factor(const VerifyParams& p) {
+  return scale_magnitude(p) * (SOFT_CAP ? 1.0f / p.logit_cap : LOG2_E);
+}
+// s -> tanh(s); capped_scale() holds the factor cap.
+DEVICE void cap_scores(float (&s)[2][4]) {
+  if constexpr (!SOFT_CAP) return;
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) s[n][e] = tanh_f32(s[n][e]);
+}
+// From such scores to base-2 exponents.
+DEVICE float capped_scale(const VerifyParams& p) { return SOFT_CAP ? p.logit_cap * LOG2_E : 1.0f; }
+
 // --- powers of two -------------------------------------------------------------------------------------------------
 
 struct PowerOfTwo {
@@ -67,7 +84,7 @@ DEVICE Operand odd_columns(u32 codes_0, u32 codes_8) {
 
 // --- softmax -------------------------------------------------------------------------------------------------------
 
-// TOKEN_SCALES: what accumulates is gain * weight * scale of the token * V, for each of the lane's rows, so that the
+// TOKEN_SCALES: what accumulates is 2^gain * weight * scale of the token * V, for each of the lane's rows, so that the
 // factor before V fits float16 whatever the scales are.
 struct Gain {
   float of[2];
@@ -111,7 +128,7 @@ constexpr float LARGEST_FACTOR = 32768.0f;
 template <int N, int M>
 DEVICE void scale_weights(float (&s)[N][2][4], const float (&scales)[N][2][2], const float (&before)[2],
                           const Softmax& softmax, Gain& gain, float (&o)[M][4]) {
-  float largest[2] = {0.0f, 0.0f};
+  float largest[2] = {0.0f, 0.0f}, factor[2] = {ex2(gain.of[0]), ex2(gain.of[1])};
 #pragma unroll
   for (int i = 0; i < N; i++)
 #pragma unroll
@@ -121,17 +138,18 @@ DEVICE void scale_weights(float (&s)[N][2][4], const float (&scales)[N][2][2], c
         s[i][n][e] *= scales[i][n][e % 2];
         largest[e / 2] = max_f32(largest[e / 2], max_f32(s[i][n][e], -s[i][n][e]));
       }
-  if (warp_any(largest[0] * gain.of[0] > LARGEST_FACTOR || largest[1] * gain.of[1] > LARGEST_FACTOR ||
+  if (warp_any(largest[0] * factor[0] > LARGEST_FACTOR || largest[1] * factor[1] > LARGEST_FACTOR ||
                before[0] != softmax.base[0] || before[1] != softmax.base[1])) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      // A quarter of the limit, by a power of two.
-      const u32 exponent = as_u32(max_over_row(largest[h])) >> 23;
-      const float wanted = as_f32((exponent > 12 ? 266 - exponent : 254) << 23);
-      // By what the bases have already scaled down o, it may be scaled up again.
-      const float allowed = gain.of[h] / ex2(before[h] - finite_base(softmax.base[h]));
-      const float next = wanted < allowed ? wanted : allowed, change = next / gain.of[h];
+      // That brings the largest product to a quarter of the limit; what the bases have already scaled down o, it may be
+      // scaled up again.
+      const int exponent = (int)(as_u32(max_over_row(largest[h])) >> 23) - 127;
+      const float wanted = 12 - max_int(exponent, -100);
+      const float allowed = gain.of[h] + (finite_base(softmax.base[h]) - before[h]);
+      const float next = wanted < allowed ? wanted : allowed, change = ex2(next - gain.of[h]);
       gain.of[h] = next;
+      factor[h] = ex2(next);
 #pragma unroll
       for (int i = 0; i < M; i++) o[i][2 * h] *= change, o[i][2 * h + 1] *= change;
     }
@@ -141,7 +159,7 @@ DEVICE void scale_weights(float (&s)[N][2][4], const float (&scales)[N][2][2], c
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[i][n][e] *= gain.of[e / 2];
+      for (int e = 0; e < 4; e++) s[i][n][e] *= factor[e / 2];
 }
 
 // Weights of a tile, times `unit`, as an A operand.
