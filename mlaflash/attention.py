@@ -122,7 +122,7 @@ def mla_verify(
     tiles : KernelConfig, optional
         Constants of the kernel, such as `TileConfig`.
     deterministic : bool
-        Not with a cache of 8 bits. A row of `out` and `lse` then depends on its own q and on the tokens that it sees, and on nothing else: it has
+        A row of `out` and `lse` then depends on its own q and on the tokens that it sees, and on nothing else: it has
         the same bits alone, in a batch, in a verify call and in a decode call of one token, with other heads beside it,
         in pages of any size, from `new_kv` or from the cache, and whatever bounds the lengths (see Notes).
     budget : str, optional
@@ -163,12 +163,12 @@ def mla_verify(
     by events of its own; so they cannot be captured. Keep the inputs until the results are there.
 
     ``deterministic=True`` takes one kernel with the same constants for whatever rows: `mma_narrow` for 16-bit q, whose
-    rows must start on 16 bytes, `tile` for float32; another `kernel` or other `tiles` are refused. The KV is cut into
-    chunks of 256 tokens, counted from the first one, and these are merged in a fixed order. The promise holds for
-    finite values, for one element type of q and of `out`, on GPUs of one architecture, for one version of mlaflash and
-    of NVRTC. Rows that see the same tokens at other positions may differ. Between the two kernels lie ``T * H *
-    max_kv_len / 256`` partial results of 512 elements, and 524,288 tokens are the most: give `max_kv_len` where the
-    page table can hold more than a request has.
+    rows must start on 16 bytes, `tile` for float32; another `kernel`, other `tiles` and caches of 8 bits are refused.
+    The KV is cut into chunks of 256 tokens, counted from the first one, and these are merged in a fixed order. The
+    promise holds for finite values, for one element type of q and of `out`, on GPUs of one architecture, for one
+    version of mlaflash and of NVRTC. Rows that see the same tokens at other positions may differ. Between the two
+    kernels lie ``T * H * max_kv_len / 256`` partial results of 512 elements, and 524,288 tokens are the most: give
+    `max_kv_len` where the page table can hold more than a request has.
     """
     arrays = {
         "q": q,

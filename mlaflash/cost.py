@@ -23,14 +23,15 @@ from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.mma_tiles import (
     NARROW,
+    NARROW_DS_MLA,
+    NARROW_E4M3,
+    ROLES_E4M3,
     ROWS_32,
     ROWS_32_PAIR,
     ROWS_64,
     ROWS_64_ROLES,
     TILE,
     MmaKernelConfig,
-    MmaNarrowConfig,
-    MmaRolesConfig,
 )
 from mlaflash.params import DL, row_bytes
 
@@ -154,37 +155,12 @@ ROW_CLASSES: Final = (
 
 FP8_ROW_CLASSES: Final = {
     "float8_e4m3": (
-        RowClass(
-            MmaNarrowConfig(kv_groups=1, exchange_buffers=1, step_tiles=2),
-            start_us=5.8,
-            tile_clocks=1450,
-            mma=272,
-            shared_clocks=700,
-            blocks_per_sm=2,
-            least_capability=(8, 9),
-        ),
-        RowClass(
-            MmaRolesConfig(stages=3, code_stages=2),
-            start_us=14.0,
-            tile_clocks=1800,
-            mma=544,
-            shared_clocks=1100,
-            least_capability=(8, 9),
-            takes_lists=False,
-        ),
+        RowClass(NARROW_E4M3, start_us=5.8, tile_clocks=560, mma=136, shared_clocks=340),
+        RowClass(ROLES_E4M3, start_us=14.0, tile_clocks=1650, mma=544, shared_clocks=988, takes_lists=False),
     ),
-    "fp8_ds_mla": (
-        RowClass(
-            MmaNarrowConfig(stages=4, exchange_buffers=1),
-            start_us=5.8,
-            tile_clocks=832,
-            mma=136,
-            shared_clocks=400,
-            least_capability=(8, 9),
-        ),
-    ),
+    "fp8_ds_mla": (RowClass(NARROW_DS_MLA, start_us=5.8, tile_clocks=800, mma=136, shared_clocks=400),),
 }
-"""The same for caches of 8 bits, by what these hold."""
+"""The same for caches of 8 bits, by what these hold. Their times are predicted from counts (`docs/experiments.md`)."""
 
 
 def row_classes(kv_dtype: str) -> tuple[RowClass, ...]:
