@@ -331,7 +331,7 @@ DEVICE void scale_q(const VerifyParams& p, u32 smem) {
   constexpr int CHUNKS = ROW_BYTES / 16, LOADS = (CHUNKS + WARP - 1) / WARP;
   const u32 lane = lane_idx_anew();
 #pragma unroll 1
-  for (u32 row = thread_idx_anew() / WARP; row < ROWS; row += THREADS / WARP) {
+  for (u32 row = make_uniform(thread_idx_anew() / WARP); row < ROWS; row += THREADS / WARP) {
     const u32 chunk = smem + Smem::RING + row / 16 * STAGE_BYTES + row % 16 * PITCH + lane * 16;
     u32 q[LOADS][4] = {};
     float largest = 0.0f;

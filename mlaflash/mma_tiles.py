@@ -307,8 +307,8 @@ class MmaRolesConfig:
             raise TileError(f"stages is {self.stages}; it must be 4 or 8, because q passes through four. Use 4.")
         if self.code_stages < 0 or self.stages < 3:
             raise TileError(
-                f"code_stages is {self.code_stages} and stages {self.stages}; a cache of 8 bits takes at least 1 and 3. "
-                "Use 1 and 3."
+                f"code_stages is {self.code_stages} and stages {self.stages}; a cache of 8 bits takes at least 1 "
+                "and 3. Use 1 and 3."
             )
         if not 0 <= self.shared_steps <= 5:
             raise TileError(f"shared_steps is {self.shared_steps}; it must be 0 to 5. Use 4.")

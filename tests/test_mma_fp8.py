@@ -1,4 +1,4 @@
-"""The tensor-core kernels over caches in 8 bits, on the emulator: numbers against the oracle, bytes, conflicts, builds."""
+"""The tensor-core kernels over caches in 8 bits, on the emulator, against the oracle: numbers, bytes, builds."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ E4M3, DS_MLA = "float8_e4m3", "fp8_ds_mla"
 ROW_BYTES = {E4M3: 576, DS_MLA: 656}
 BASE = Case(name="fp8", q_lens=(3, 2), kv_lens=(90, 40), heads=8, sm_scale=KIMI, kv_dtype=E4M3)
 NORM = 5e-4
-"""Largest relative norm of the error of out, in float32: weights are float16, and nothing else is rounded to 16 bits."""
+"""Largest relative norm of the error of out, in float32: weights are float16, and nothing else is rounded so."""
 
 # One step of two tiles and one of one, one group and two, one buffer and two.
 BUILDS = {
