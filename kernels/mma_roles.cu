@@ -54,10 +54,10 @@ static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this 
 struct Smem {
   static constexpr u32 RING = 0;                             // [STAGES]: tile [16][PITCH], before it q; mbarriers
   static constexpr u32 CODES = RING + STAGES * STAGE_BYTES;  // [CODE_STAGES]: tile [16][D] in 8 bits, before it q
-  // [SHARED_STEPS][SCORE_WARPS][2] fragments. Beside an 8-bit cache q needs more room than its rings: it takes that of
-  // the partial scores, too.
-  static constexpr u32 EXCHANGE_BYTES = SCORE_WARPS * 2 * FRAGMENT_BYTES;
   static constexpr u32 CODES_END = CODES + CODE_STAGES * CODE_BYTES;
+  static constexpr u32 EXCHANGE_BYTES = SCORE_WARPS * 2 * FRAGMENT_BYTES;
+  // Beside an 8-bit cache q as it comes needs more room than its rings: it takes that of the partial scores, too.
+  // [SHARED_STEPS][SCORE_WARPS][2] fragments
   static constexpr u32 Q = FP8 ? max_int(CODES_END + EXCHANGE_BYTES, RING + ROW_TILES * STAGE_BYTES) : CODES_END;
   static constexpr u32 Q_END = Q + SCORE_WARPS * SHARED_STEPS * 2 * FRAGMENT_BYTES;
   static constexpr u32 EXCHANGE = FP8 ? CODES_END : Q_END;                   // [SCORE_WARPS][2] fragments
