@@ -189,6 +189,11 @@ class MmaNarrowConfig:
         Buffers for the scores that a group's warps exchange: 2 save a barrier a tile.
     step_tiles : int
         Tiles that a group takes at once, 1 or, over a cache of 8 bits, 2.
+    row_tiles : int
+        Row tiles of 16 of a block, 1 or, over a cache of 8 bits, 2.
+    shared_steps : int
+        With two row tiles, of the 9 steps through a warp's quarter of q those that stay in shared memory for want of
+        registers, 0 to 7.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -205,12 +210,24 @@ class MmaNarrowConfig:
     stages: int = 2
     exchange_buffers: int = 2
     step_tiles: int = 1
+    row_tiles: int = 1
+    shared_steps: int = 0
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
         if self.step_tiles not in (1, 2):
             raise TileError(f"step_tiles is {self.step_tiles}; it must be 1, or 2 for a cache of 8 bits. Use 1.")
+        if self.row_tiles not in (1, 2) or self.row_tiles * self.step_tiles > 2:
+            raise TileError(
+                f"row_tiles is {self.row_tiles} and step_tiles {self.step_tiles}; each must be 1 or 2, and not both 2. "
+                "Use 1 and 1, or for a cache of 8 bits 1 and 2 or 2 and 1."
+            )
+        if not 0 <= self.shared_steps <= (7 if self.row_tiles == 2 else 0):
+            raise TileError(
+                f"shared_steps is {self.shared_steps} with row_tiles {self.row_tiles}; it must be 0, or with two row "
+                "tiles at most 7. Use 0."
+            )
         if self.kv_groups not in (1, 2) or self.exchange_buffers not in (1, 2):
             raise TileError(
                 f"kv_groups is {self.kv_groups} and exchange_buffers {self.exchange_buffers}; each must be 1 or 2. "
@@ -229,7 +246,7 @@ class MmaNarrowConfig:
     @property
     def rows(self) -> int:
         """Packed rows of a block."""
-        return TILE
+        return self.row_tiles * TILE
 
     @property
     def threads(self) -> int:
@@ -237,19 +254,22 @@ class MmaNarrowConfig:
         return 4 * _WARP * self.kv_groups
 
     def defines(self) -> dict[str, int]:
-        """Return KV_GROUPS, STAGES, EXCHANGE_BUFFERS and STEP_TILES."""
+        """Return KV_GROUPS, STAGES, EXCHANGE_BUFFERS, STEP_TILES, ROW_TILES and SHARED_STEPS."""
         return {
             "KV_GROUPS": self.kv_groups,
             "STAGES": self.stages,
             "EXCHANGE_BUFFERS": self.exchange_buffers,
             "STEP_TILES": self.step_tiles,
+            "ROW_TILES": self.row_tiles,
+            "SHARED_STEPS": self.shared_steps,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
-        """Bytes of the warps' rings, each a quarter of a KV row wide and with page ids, and of their partial scores."""
+        """Bytes of the warps' rings, each a quarter of a KV row wide and with page ids, of partial scores, and of q."""
         ring = self.stages * self.step_tiles * TILE * (_slice_pitch(kv_dtype) + 4)
-        scores = self.exchange_buffers * self.step_tiles * TILE * TILE * 4
-        return self.threads // _WARP * (ring + scores)
+        scores = self.exchange_buffers * self.row_tiles * self.step_tiles * TILE * TILE * 4
+        q = 4 * self.shared_steps * self.row_tiles * TILE * TILE * 2
+        return self.threads // _WARP * (ring + scores) + q
 
     def as_dict(self) -> dict[str, int]:
         """Return the constants, and `nsplit` where it is set."""
