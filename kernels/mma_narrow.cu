@@ -59,7 +59,8 @@ struct Smem {
   static constexpr u32 EXCHANGE = RINGS + WARPS * RING_BYTES;
   static constexpr u32 Q =
       EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;  // [COLUMN_WARPS][SHARED_STEPS][ROW_TILES][32][16]
-  static constexpr u32 BYTES = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * WARP * 16;
+  static constexpr u32 UNITS = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * SCORE_BYTES;  // see score_units()
+  static constexpr u32 BYTES = UNITS + (ROW_TILES == 2 ? COLUMN_WARPS * SCORE_BYTES : 0);
 };
 // Three where an sm_120 has room for them.
 constexpr int MIN_BLOCKS = KV_GROUPS == 2 ? 1 : FP8 && 3 * (Smem::BYTES + 1024) <= 102400 ? 3 : 2;
@@ -379,6 +380,27 @@ struct Scales {
   Gain gain;
 };
 
+// Scores times Scales::scores. Those of two row tiles stay in shared memory for want of registers.
+DEVICE u32 unit_place(const Warp& w) {
+  return shared_base() + Smem::UNITS + w.column * Smem::SCORE_BYTES + w.lane * 16;
+}
+template <int N>
+DEVICE void scale_scores(const Warp& w, const Scales (&scales)[ROW_TILES], float unit, float (&s)[ROW_TILES][N][2][4]) {
+  float of[ROW_TILES][2];
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; t++) of[t][0] = scales[t].scores[0], of[t][1] = scales[t].scores[1];
+  if constexpr (ROW_TILES == 2) {
+    const f32x4 x = ld_shared_f32x4(unit_place(w));
+    of[0][0] = x.x, of[0][1] = x.y, of[ROW_TILES - 1][0] = x.z, of[ROW_TILES - 1][1] = x.w;
+  }
+#pragma unroll
+  for (int i = 0; i < ROW_TILES * N; i++)
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[i / N][i % N][n][e] *= of[i / N][e / 2] * unit;
+}
+
 // q as the A operand. Its first SHARED_STEPS steps stay in shared memory for want of registers, for both groups.
 struct Query {
   u32 of[ROW_TILES][Q_STEPS - SHARED_STEPS][4];
@@ -397,7 +419,7 @@ DEVICE void query_operand(const Query& q, int row_tile, int step, u32 (&a)[4]) {
 
 constexpr int CODE_LOADS = LATENT_BYTES / 32;  // ldmatrix of 16 tokens x 32 columns
 constexpr bool LATE_VALUES = ROW_TILES == 2;   // they are read from the ring as they are multiplied
-constexpr int CODES_AHEAD = ROW_TILES == 2 ? 2 : K_AHEAD;
+constexpr int CODES_AHEAD = ROW_TILES == 2 ? 1 : K_AHEAD;
 
 // The warp's part of q K^T of each tile. With TOKEN_SCALES the scales multiply what the latent columns give; then come
 // the rope columns, in bfloat16.
@@ -629,12 +651,7 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTi
     u32 weights[ROW_TILES][1][4];
     if constexpr (TOKEN_SCALES) load_token_scales(w, w.ring + NEW_SCALES, 4, token_scales[0]);
     partial_scores_new(q, keys, token_scales, s);
-#pragma unroll
-    for (int t = 0; t < ROW_TILES; t++)
-#pragma unroll
-      for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[t][0][n][e] *= scales[t].scores[e / 2] * unit;
+    scale_scores(w, scales, unit, s);
     publish_scores(w, buffer, s);
     add_scores(w, buffer, s);
 #pragma unroll
@@ -825,7 +842,10 @@ DEVICE void load_query(const VerifyParams& p, const Request& r, const RowTile& r
       }
     }
   }
-  if (SHARED_STEPS > 0 && KV_GROUPS == 2) block_sync();  // orders the first group's writes before the other's reads
+  if (ROW_TILES == 2 && w.group == 0)
+    st_shared_f32x4(unit_place(w), {scales[0].scores[0], scales[0].scores[1], scales[ROW_TILES - 1].scores[0],
+                                    scales[ROW_TILES - 1].scores[1]});
+  if (ROW_TILES == 2 && KV_GROUPS == 2) block_sync();  // orders the first group's writes before the other's reads
 }
 
 // Fills the ring. q passes through its last stage, while the others already fill with KV; for an 8-bit cache it does
@@ -932,16 +952,12 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
     } else {
       partial_scores_fp8(q, w, stage, token_scales, s);
     }
-#pragma unroll
-    for (int t = 0; t < ROW_TILES; t++)
-#pragma unroll
-      for (int i = 0; i < STEP_TILES; i++)
-#pragma unroll
-        for (int n = 0; n < 2; n++)
-#pragma unroll
-          for (int e = 0; e < 4; e++) s[t][i][n][e] *= scales[t].scores[e / 2];
+    scale_scores(w, scales, 1.0f, s);
     publish_scores(w, buffer, s);
     add_scores(w, buffer, s);
+    // Read again, for want of registers.
+    if constexpr (TOKEN_SCALES && LATE_VALUES)
+      load_token_scales(w, w.ring + stage + LATENT_BYTES + ROPE_BYTES, PITCH, token_scales[0]);
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
 #pragma unroll

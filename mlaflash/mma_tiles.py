@@ -268,7 +268,7 @@ class MmaNarrowConfig:
         """Bytes of the warps' rings, each a quarter of a KV row wide and with page ids, of partial scores, and of q."""
         ring = self.stages * self.step_tiles * TILE * (_slice_pitch(kv_dtype) + 4)
         scores = self.exchange_buffers * self.row_tiles * self.step_tiles * TILE * TILE * 4
-        q = 4 * self.shared_steps * self.row_tiles * TILE * TILE * 2
+        q = 4 * (self.shared_steps * self.row_tiles + self.row_tiles - 1) * TILE * TILE * 2
         return self.threads // _WARP * (ring + scores) + q
 
     def as_dict(self) -> dict[str, int]:
