@@ -12,7 +12,6 @@
 // Source: the online softmax over KV tiles of FlashAttention (arXiv:2205.14135), split over KV as in Flash-Decoding.
 #include "mma_fp8.cuh"
 
-constexpr int COLUMN_WARPS = 4;
 constexpr int WARPS = KV_GROUPS * COLUMN_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int STEP = STEP_TILES * TILE;  // tokens that a group takes at once
@@ -26,7 +25,8 @@ constexpr int Q_PITCH = Q_LATENT_BYTES + Q_ROPE_BYTES;
 // hit all 32 banks; with TOKEN_SCALES the last 16 bytes hold the token's scale of the warp's columns.
 constexpr int LATENT_BYTES = Q_LATENT_BYTES / (FP8 ? 2 : 1);
 constexpr int ROPE_BYTES = Q_ROPE_BYTES / (KV_DTYPE == FLOAT8_E4M3 ? 2 : 1);
-constexpr int PITCH = LATENT_BYTES + ROPE_BYTES + (TOKEN_SCALES ? 16 : 0);
+constexpr int SLICE_BYTES = LATENT_BYTES + ROPE_BYTES + (TOKEN_SCALES ? 16 : 0);
+constexpr int PITCH = SLICE_BYTES + (FP8 && SLICE_BYTES / 16 % 2 == 0 ? 16 : 0);
 constexpr int K_STEPS = Q_PITCH / 32;         // products of 16 dims in the warp's part of q K
 constexpr int V_STEPS = Q_LATENT_BYTES / 32;  // 16-column pieces of its part of P V
 constexpr int Q_STEPS = K_STEPS + (TOKEN_SCALES && Q_DTYPE == FLOAT16 ? 1 : 0);  // operands of q, see load_q_fp8()
@@ -39,7 +39,10 @@ static_assert(STAGES >= 2, "one tile is read while the next one is copied");
 static_assert(STEP_TILES == 1 || (STEP_TILES == 2 && FP8), "two tiles of 16 bits leave no registers");
 static_assert(!DETERMINISTIC || !FP8, "no such build");
 static_assert(ROW_TILES == 1 || (ROW_TILES == 2 && FP8 && STEP_TILES == 1), "32 rows of 16 bits are mma_wide's");
-static_assert(SHARED_STEPS == 0 || (ROW_TILES == 2 && SHARED_STEPS < V_STEPS), "steps of q in shared memory");
+static_assert(COLUMN_WARPS == 4 || (COLUMN_WARPS == 2 && KV_DTYPE == FLOAT8_E4M3 && STEP_TILES * ROW_TILES == 1),
+              "half of the columns of 16 bits, or of two tiles, leave no registers");
+static_assert(SHARED_STEPS == 0 || (ROW_TILES * 4 / COLUMN_WARPS == 2 && SHARED_STEPS < V_STEPS),
+              "steps of q in shared memory");
 static_assert(!TOKEN_SCALES || SCALED_COLUMNS == DL / COLUMN_WARPS, "a warp's columns share a scale");
 static_assert(KV_GROUPS == 1 || !DETERMINISTIC, "a chunk is one chain of tiles");
 static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
@@ -62,15 +65,19 @@ struct Smem {
   static constexpr u32 UNITS = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * SCORE_BYTES;  // see score_units()
   static constexpr u32 BYTES = UNITS + (ROW_TILES == 2 ? COLUMN_WARPS * SCORE_BYTES : 0);
 };
-// Three where an sm_120 has room for them.
-constexpr int MIN_BLOCKS = KV_GROUPS == 2 ? 1 : FP8 && 3 * (Smem::BYTES + 1024) <= 102400 ? 3 : 2;
+// As many as registers allow; three of four warps where an sm_120 has room for them.
+constexpr bool IS_LARGE = ROW_TILES * 4 / COLUMN_WARPS == 2;  // 128 numbers of o a lane
+constexpr int MIN_BLOCKS = FP8 && WARPS == 4 && !IS_LARGE && 3 * (Smem::BYTES + 1024) <= 102400 ? 3 : 8 / WARPS;
 static_assert(KV_GROUPS == 1 || (FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES,
               "half of o and the softmax state fit a warp's ring");
 
 // A 16-bit slice in shared memory: rows of Q_PITCH bytes, in which the 16-byte chunk c of row r lies at c ^ (r / 4 %
 // 2). Q_PITCH is 8 banks modulo 32, so that rows 0-3 and, moved by a chunk, rows 4-7 of an ldmatrix phase hit all 32
 // banks.
-DEVICE u32 slice_offset_16(int row, int chunk) { return row * Q_PITCH + (chunk ^ (row >> 2 & 1)) * 16; }
+constexpr int PITCH_16 = COLUMN_WARPS == 4 ? Q_PITCH : Q_PITCH + 16;  // wider slices lie an odd multiple of 16 apart
+DEVICE u32 slice_offset_16(int row, int chunk) {
+  return row * PITCH_16 + (COLUMN_WARPS == 4 ? chunk ^ (row >> 2 & 1) : chunk) * 16;
+}
 DEVICE u32 slice_offset(int row, int chunk) { return FP8 ? row * PITCH + chunk * 16 : slice_offset_16(row, chunk); }
 
 struct Warp {
@@ -418,8 +425,8 @@ DEVICE void query_operand(const Query& q, int row_tile, int step, u32 (&a)[4]) {
 }
 
 constexpr int CODE_LOADS = LATENT_BYTES / 32;  // ldmatrix of 16 tokens x 32 columns
-constexpr bool LATE_VALUES = ROW_TILES == 2;   // they are read from the ring as they are multiplied
-constexpr int CODES_AHEAD = ROW_TILES == 2 ? 1 : K_AHEAD;
+constexpr bool LATE_VALUES = IS_LARGE;         // they are read from the ring as they are multiplied
+constexpr int CODES_AHEAD = IS_LARGE ? 1 : K_AHEAD;
 
 // The warp's part of q K^T of each tile. With TOKEN_SCALES the scales multiply what the latent columns give; then come
 // the rope columns, in bfloat16.
@@ -475,12 +482,14 @@ DEVICE void partial_scores_fp8(const Query& q, const Warp& w, u32 stage, const f
         }
     } else {
 #pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const u32 token = i * TILE + n * 8 + w.lane / 4;
-        const Operand b = key_operand(ld_shared_u32(w.ring + stage + token * PITCH + LATENT_BYTES + w.lane % 4 * 4));
+      for (int j = V_STEPS; j < K_STEPS; j++)
 #pragma unroll
-        for (int t = 0; t < ROW_TILES; t++) mma_16x8x16(s[t][i][n], q.of[t][K_STEPS - 1 - SHARED_STEPS], b.b0, b.b1);
-      }
+        for (int n = 0; n < 2; n++) {
+          const u32 codes = w.ring + stage + (i * TILE + n * 8 + w.lane / 4) * PITCH + LATENT_BYTES;
+          const Operand b = key_operand(ld_shared_u32(codes + (j - V_STEPS) * 16 + w.lane % 4 * 4));
+#pragma unroll
+          for (int t = 0; t < ROW_TILES; t++) mma_16x8x16(s[t][i][n], q.of[t][j - SHARED_STEPS], b.b0, b.b1);
+        }
     }
   }
 }
@@ -535,7 +544,7 @@ DEVICE u32 cached_bits(const Source& s, int first) {
 // the power of two in the scale of the cache, or with TOKEN_SCALES by one for each row, which follows the slice. Of
 // each 16 columns the even ones come first: that is how accumulators hold them. With TOKEN_SCALES rope columns stay
 // what they are.
-constexpr int NEW_SCALES = TILE * Q_PITCH;
+constexpr int NEW_SCALES = TILE * PITCH_16;
 static_assert(NEW_SCALES + (TOKEN_SCALES ? TILE * 4 : 0) <= (int)Smem::RING_BYTES, "new rows fit a warp's ring");
 
 DEVICE void store_new_8(u32 slice, int row, int chunk, const float (&x)[8]) {
@@ -790,7 +799,7 @@ DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, int first, int e
     for (int i = 0; i < K_STEPS; i++) {
       u32x2 x = {0, 0};
       if (exists && i < V_STEPS) x = ld_global_u32x2(nope + i * 32);
-      if (exists && i == V_STEPS && !TOKEN_SCALES) x = ld_global_u32x2(pe + quad_lane * 8);
+      if (exists && i >= V_STEPS && !TOKEN_SCALES) x = ld_global_u32x2(pe + (i - V_STEPS) * 32 + quad_lane * 8);
       if (exists && i == V_STEPS && TOKEN_SCALES)
         x = {ld_global_u32(pe + quad_lane * 4), ld_global_u32(pe + 16 + quad_lane * 4)};
       q[i][h] = x.x;
@@ -845,7 +854,8 @@ DEVICE void load_query(const VerifyParams& p, const Request& r, const RowTile& r
   if (ROW_TILES == 2 && w.group == 0)
     st_shared_f32x4(unit_place(w), {scales[0].scores[0], scales[0].scores[1], scales[ROW_TILES - 1].scores[0],
                                     scales[ROW_TILES - 1].scores[1]});
-  if (ROW_TILES == 2 && KV_GROUPS == 2) block_sync();  // orders the first group's writes before the other's reads
+  if ((SHARED_STEPS > 0 || ROW_TILES == 2) && KV_GROUPS == 2)
+    block_sync();  // orders the first group's writes before the other's reads
 }
 
 // Fills the ring. q passes through its last stage, while the others already fill with KV; for an 8-bit cache it does

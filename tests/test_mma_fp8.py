@@ -33,11 +33,12 @@ BUILDS = {
     "narrow": (E4M3, NARROW_E4M3),
     "narrow-blocks": (E4M3, MmaNarrowConfig(1, 3, 1, 1)),
     "narrow-buffers": (E4M3, MmaNarrowConfig(2, 3, 2, 1)),
-    "narrow-32": (E4M3, MmaNarrowConfig(1, 3, 1, 1, 2, 3)),
+    "narrow-halves": (E4M3, MmaNarrowConfig(2, 2, 1, 1, 1, 2, 6)),
+    "narrow-32": (E4M3, MmaNarrowConfig(1, 3, 1, 1, 2, 4, 1)),
     "roles": (E4M3, ROLES_E4M3),
     "narrow-ds": (DS_MLA, NARROW_DS_MLA),
     "narrow-ds-steps": (DS_MLA, MmaNarrowConfig(1, 2, 1, 2)),
-    "narrow-ds-32": (DS_MLA, MmaNarrowConfig(2, 3, 1, 1, 2, 3)),
+    "narrow-ds-32": (DS_MLA, MmaNarrowConfig(2, 3, 1, 1, 2, 4, 3)),
 }
 
 
