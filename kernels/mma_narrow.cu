@@ -1,9 +1,9 @@
-// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head) of one request over one
-// split of its KV, and reads every KV row once for all of them.
+// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head), or over 8 bits 32, of one
+// request over one split of its KV, and reads every KV row once for all of them.
 //
-// Grid:   x = ceil(max_q_len * H / 16) row tiles, y = split, z = request; PLANNED x = work_blocks.
-// Block:  128 * KV_GROUPS threads.
-// Shared: KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
+// Grid:   x = ceil(max_q_len * H / ROWS) row tiles, y = split, z = request; PLANNED x = work_blocks.
+// Block:  32 * COLUMN_WARPS * KV_GROUPS threads.
+// Shared: in 16 bits KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
 // Idea:   four warps share the 16 rows of a KV group; each owns 128 latent and 16 rope columns, 288 bytes of a KV row.
 //         They are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes
 //         that it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps
@@ -60,13 +60,14 @@ struct Smem {
   static constexpr u32 RINGS = 0;
   // float32 [EXCHANGE_BUFFERS][WARPS][ROW_TILES][STEP_TILES][2][32][4] partial scores.
   static constexpr u32 EXCHANGE = RINGS + WARPS * RING_BYTES;
-  static constexpr u32 Q =
-      EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;  // [COLUMN_WARPS][SHARED_STEPS][ROW_TILES][32][16]
-  static constexpr u32 UNITS = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * SCORE_BYTES;  // see score_units()
+  // [COLUMN_WARPS][SHARED_STEPS][ROW_TILES][32] steps of q, 16 bytes a lane.
+  static constexpr u32 Q = EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;
+  // float32 [COLUMN_WARPS][32][4] of two row tiles: see scale_scores().
+  static constexpr u32 UNITS = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * SCORE_BYTES;
   static constexpr u32 BYTES = UNITS + (ROW_TILES == 2 ? COLUMN_WARPS * SCORE_BYTES : 0);
 };
-// As many as registers allow; three of four warps where an sm_120 has room for them.
-constexpr bool IS_LARGE = ROW_TILES * 4 / COLUMN_WARPS == 2;  // 128 numbers of o a lane
+constexpr bool IS_LARGE = ROW_TILES * 4 / COLUMN_WARPS == 2;  // a lane has 128 numbers of o
+// As many blocks as registers allow; three of four warps where an sm_120 has room for them.
 constexpr int MIN_BLOCKS = FP8 && WARPS == 4 && !IS_LARGE && 3 * (Smem::BYTES + 1024) <= 102400 ? 3 : 8 / WARPS;
 static_assert(KV_GROUPS == 1 || (FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES,
               "half of o and the softmax state fit a warp's ring");
