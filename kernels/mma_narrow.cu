@@ -1,5 +1,5 @@
-// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head), or over 8 bits 32, of one
-// request over one split of its KV, and reads every KV row once for all of them.
+// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head), or over 8 bits 32, of
+// one request over one split of its KV, and reads every KV row once for all of them.
 //
 // Grid:   x = ceil(max_q_len * H / ROWS) row tiles, y = split, z = request; PLANNED x = work_blocks.
 // Block:  32 * COLUMN_WARPS * KV_GROUPS threads.
