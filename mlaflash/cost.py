@@ -205,6 +205,7 @@ FP8_ROW_CLASSES: Final = {
             tile_clocks=2250,
             counts=TileCounts(272, 32, 40_448, 9_472, 8, 0),
             blocks_per_sm=2,
+            takes_lists=False,
         ),
         RowClass(
             ROLES_E4M3,
@@ -239,7 +240,7 @@ def row_classes(kv_dtype: str) -> tuple[RowClass, ...]:
     return FP8_ROW_CLASSES.get(kv_dtype, ROW_CLASSES)
 
 
-def config_for(kernel: str, kv_dtype: str) -> MmaKernelConfig:
+def config_for(kernel: str, kv_dtype: str, is_sparse: bool = False) -> MmaKernelConfig:
     """Return the constants of a kernel that is asked for by its name alone: those with the most rows.
 
     Parameters
@@ -247,8 +248,11 @@ def config_for(kernel: str, kv_dtype: str) -> MmaKernelConfig:
     kernel : str
     kv_dtype : str
         What the cache holds.
+    is_sparse : bool
+        Whether each query token has a list of its slots.
     """
-    return max((c.config for c in row_classes(kv_dtype) if c.config.kernel == kernel), key=lambda c: c.rows)
+    allowed = [c.config for c in row_classes(kv_dtype) if c.config.kernel == kernel and c.takes_lists >= is_sparse]
+    return max(allowed, key=lambda config: config.rows)
 
 
 # Where the tensor cores are the limit, as on no GPU that was measured, the chain around them still costs some time.
