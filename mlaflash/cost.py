@@ -223,7 +223,13 @@ FP8_ROW_CLASSES: Final = {
             counts=TileCounts(136, 36, 18_944, 10_752, 8, 0),
             blocks_per_sm=2,
         ),
-        RowClass(NARROW_32_DS_MLA, start_us=7.0, tile_clocks=1400, counts=TileCounts(272, 36, 51_712, 10_752, 8, 0)),
+        RowClass(
+            NARROW_32_DS_MLA,
+            start_us=7.0,
+            tile_clocks=1400,
+            counts=TileCounts(272, 36, 51_712, 10_752, 8, 0),
+            takes_lists=False,
+        ),
     ),
 }
 """The same for caches of 8 bits, by what these hold. Measured is the first one; the others' times are predicted."""
