@@ -216,6 +216,15 @@ def test_tuning_finds_the_fastest_and_leaves_the_hopeless_alone() -> None:
     assert entry is not None
     assert (entry.rows, entry.batch, entry.kv_len, entry.us, entry.model_us) == (12, 2, 600, 15.0, 20.0)
     assert lab.regrets([found]) == (found.regret, found.regret)
+    assert found.is_worth_an_entry
+
+
+def test_where_the_model_is_right_but_for_noise_a_table_needs_no_entry() -> None:
+    (found,) = tune(Clock({("mma_narrow", 16): 20.0, ("mma_wide", 32): 19.7}))
+    assert found.regret == pytest.approx(20 / 19.7 - 1)
+    assert not found.is_worth_an_entry
+    new = [replace(ENTRY, batch=4)]
+    assert lab.merged([ENTRY, replace(ENTRY, batch=2)], new, {ENTRY.key}) == [replace(ENTRY, batch=2), *new]
 
 
 def test_what_is_wrong_or_fails_is_never_the_best() -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,10 @@ def tune_suites(
     if not as_json:
         _show(found, len(steps))
     if save_best is not None:
-        entries = [entry for each in found if (entry := each.entry()) is not None]
-        save_table(save_best, runner.device, entries, is_predicted=False, say=say)
+        measured = [(each, entry) for each in found if (entry := each.entry()) is not None]
+        entries = [entry for each, entry in measured if each.is_worth_an_entry]
+        settled = {entry.key for _, entry in measured}
+        save_table(save_best, runner.device, entries, is_predicted=False, say=say, settled=settled)
     failed = [(each, tried) for each in found for tried in each.candidates if tried.median_us is None]
     for each, tried in failed:
         say(f"FAIL {_choice(tried)} on {each.step.problem}: {tried.reason}")
@@ -97,6 +99,7 @@ def save_table(
     *,
     is_predicted: bool,
     say: Callable[[str], None],
+    settled: Collection[tuned.Key] = (),
 ) -> None:
     """Write entries to a table, beside those that it has of other classes of problems.
 
@@ -109,6 +112,8 @@ def save_table(
     is_predicted : bool
     say : callable
         Told what was done.
+    settled : collection of Key
+        Classes that were measured: the entries that the table has of them go.
 
     Raises
     ------
@@ -126,7 +131,7 @@ def save_table(
                 f"{', predicted' if old.is_predicted else ''}; this one is of another. Name another file."
             )
         kept = old.entries
-    table = tuned.Table.of(device, lab.merged(kept, entries), is_predicted=is_predicted, origin=origin)
+    table = tuned.Table.of(device, lab.merged(kept, entries, settled), is_predicted=is_predicted, origin=origin)
     try:
         path.write_text(table.to_json(), encoding="utf-8")
     except OSError as error:
