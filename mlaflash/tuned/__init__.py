@@ -1,7 +1,8 @@
 """Which constants and splits were measured to be best on a GPU, for classes of problems; the cost model for all others.
 
 A table is a JSON file that ``mlaflash sweep --save-best`` writes: of a suite, what beat the cost model by more than
-noise. Those beside this module are shipped; one that ``MLAFLASH_TUNED`` names comes before them. Nothing is ever measured inside a call, and a table is read once.
+noise. Those beside this module are shipped; one that ``MLAFLASH_TUNED`` names comes before them. Nothing is ever
+measured inside a call, and a table is read once.
 """
 
 from __future__ import annotations
