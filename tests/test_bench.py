@@ -48,18 +48,28 @@ class EmulatorRunner:
     def __init__(self, us: float = 20.0, spoil: float = 0.0, error: str = "") -> None:
         self.device = H200
         self._us, self._spoil, self._error = us, spoil, error
+        self._results: dict[Step, Any] = {}
+        self.loaded: list[tuple[int, ...]] = []
+        self.timed: list[tuple[tuple[int, ...], int]] = []
 
     def build(self, launches: Iterable[Launch], progress: Any) -> None:
         assert all(launch.kernel for launch in launches)
 
-    def measure(self, workload: Workload, step: Step, samples: int) -> Measured:
+    def load(self, workload: Workload) -> dict[str, Any]:
+        self.loaded.append(workload.kv_lens)
+        return workload.host_arguments()
+
+    def measure(self, loaded: dict[str, Any], step: Step, samples: int) -> Measured:
+        self.timed.append((step.kv_lens, samples))
         if self._error:
             raise LaunchError(self._error)
         schedule = plan_step(step, self.device)
-        arguments = workload.host_arguments()
-        out, lse = emulator.mla_verify(**arguments, kernel=step.kernel, tiles=schedule.config)
+        if step not in self._results:
+            self._results[step] = emulator.mla_verify(**loaded, kernel=step.kernel, tiles=schedule.config)
+        out, lse = self._results[step]
         heads = step.shape.num_heads
-        timing = Timing(tuple(self._us + i for i in range(samples)))
+        before = sum(taken for lens, taken in self.timed[:-1] if lens == step.kv_lens)
+        timing = Timing(tuple(self._us + before + i for i in range(samples)))
         out = (out.astype(np.float32) + self._spoil).reshape(-1, heads, 512)
         return Measured(schedule, timing, timing, 12.0, out, lse.reshape(-1, heads))
 
@@ -124,6 +134,29 @@ def test_a_record_has_every_figure() -> None:
     assert (record.gpu, record.seed, record.samples, record.command) == ("H200", 0, 3, "repeat (40, 40)")
     assert {"cupy", "driver", "nvrtc", "sources"} <= record.versions.keys()
     assert record.problem["kv_lens"] == [40]
+
+
+def test_samples_of_a_step_lie_apart_and_its_cache_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches beyond what may stay on the GPU are made again in every pass."""
+    first, second = Step(SMALL, (40, 40)), Step(SMALL, (8, 20))
+    runner = EmulatorRunner()
+    made = lab.Bench(runner, CEILINGS, seed=0, samples=7, budget=None, command=str)
+    assert [record.samples for record in made.run([first, second])] == [7, 7]
+    assert runner.timed == [(step.kv_lens, n) for n in (2, 2, 1, 1, 1) for step in (first, second)]
+    assert runner.loaded == [first.kv_lens, second.kv_lens]
+    monkeypatch.setattr(lab, "_KEPT_BYTES", Workload(SMALL, (40, 40), 0).cache_bytes)
+    runner = EmulatorRunner()
+    assert len(bench(runner, [first, second])) == 2
+    assert runner.loaded == [first.kv_lens, *[second.kv_lens] * 3]
+
+
+def test_passes_end_with_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first passes gave is recorded."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(lab.time, "monotonic", lambda: next(clock))
+    made = lab.Bench(EmulatorRunner(), CEILINGS, seed=0, samples=5, budget=None, command=str)
+    records = list(made.run([Step(SMALL, (40, 40)), Step(SMALL, (8, 20))], seconds=3.5))
+    assert [(record.status, record.samples) for record in records] == [("ok", 2), ("ok", 1)]
 
 
 def test_a_wrong_result_is_told() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +16,7 @@ from mlaflash.jit import compile_cached
 from mlaflash.lab.compare import Comparison, compare, tolerance
 from mlaflash.lab.sweep import FIRST_SAMPLES
 from mlaflash.lab.target import build_all
-from mlaflash.lab.timing import Timing, measure
+from mlaflash.lab.timing import Timing, measure, measure_host
 from mlaflash.lab.workload import Expected, Workload, block
 from mlaflash.masks import TreeMask
 from mlaflash.params import DL, D
@@ -26,9 +24,6 @@ from mlaflash.problem import Problem
 from mlaflash.schedule import Launch, Schedule, plan
 from mlaflash.shape import VerifyShape
 from mlaflash.tiles import KernelConfig
-
-_HOST_CALLS = 50
-_HOST_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ class Measured:
     graph : Timing
         Of a CUDA graph of them, likewise.
     host_us : float
-        Median time for which a call of `mla_verify` like one before keeps the host.
+        Time for which a call of `mla_verify` like one before keeps the host; see `mlaflash.lab.timing.measure_host`.
     out, lse : numpy.ndarray, shapes (T, H, 512) and (T, H)
     """
 
@@ -150,13 +145,13 @@ class Runner(Protocol):
             CUDA refused or aborted it, or the compiler refused a kernel.
         """
 
-    def measure(self, workload: Workload, step: Step, samples: int) -> Measured:
+    def measure(self, loaded: Any, step: Step, samples: int) -> Measured:
         """Run and time a step.
 
         Parameters
         ----------
-        workload : Workload
-            The inputs of `step`.
+        loaded : Any
+            From `load`.
         step : Step
         samples : int
             Durations to take.
@@ -256,21 +251,20 @@ class GpuRunner:
                 timing = measure(call.launch, self.device, stream=stream, samples=samples)
             return Attempt(timing, *_packed(call, step))
 
-    def measure(self, workload: Workload, step: Step, samples: int) -> Measured:
+    def measure(self, loaded: Any, step: Step, samples: int) -> Measured:
         """Run and time a step."""
         from mlaflash.attention import mla_verify, prepare
 
-        arguments = self.load(workload)
         choice: dict[str, Any] = {"kernel": step.kernel, "tiles": step.config, "budget": self._budget}
         with self._errors(), self.stream as stream:
-            call = prepare(**arguments, **choice)
+            call = prepare(**loaded, **choice)
             timing = measure(call.launch, self.device, stream=stream, samples=samples)
             stream.begin_capture()
             call.launch()
             graph = stream.end_capture()
             replay = measure(lambda: graph.launch(stream), self.device, stream=stream, samples=samples)
             results = {"out": call.out, "lse": call.lse}
-            host_us = self._host_us(lambda: mla_verify(**arguments, **choice, **results))
+            host_us = measure_host(lambda: mla_verify(**loaded, **choice, **results), self.device, stream=stream)
             return Measured(call.schedule, timing, replay, host_us, *_packed(call, step))
 
     @contextmanager
@@ -281,19 +275,6 @@ class GpuRunner:
             yield
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
             raise LaunchError(f"CUDA refused or aborted the step: {error}. See it with compute-sanitizer.") from error
-
-    def _host_us(self, call: Callable[[], object]) -> float:
-        call()
-        samples = []
-        for _ in range(_HOST_ROUNDS):
-            # Few enough in flight that the host never waits for room in the queue.
-            self.stream.synchronize()
-            for _ in range(_HOST_CALLS):
-                begin = time.perf_counter()
-                call()
-                samples.append(time.perf_counter() - begin)
-        self.stream.synchronize()
-        return 1e6 * statistics.median(samples)
 
 
 def _packed(call: Any, step: Step) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -117,6 +117,11 @@ class Workload:
             self.mask = TreeMask.from_parents(np.array(parents, np.int32))
 
     @property
+    def cache_bytes(self) -> int:
+        """Size of the cache."""
+        return self.num_pages * self.shape.page_size * D * numpy_dtype(self.shape.dtype).itemsize
+
+    @property
     def options(self) -> dict[str, Any]:
         """Arguments of the call that are no arrays, and those that stay on the host."""
         return {
