@@ -85,9 +85,11 @@ def bench(runner: Any, steps: list[Step]) -> list[BenchRecord]:
         SMALL,
         replace(SMALL, mask="causal", new_kv=True, soft_cap=True),
         replace(SMALL, mask="none", split_kv=True, page_size=1, dtype="float16"),
+        replace(SMALL, kv_dtype="float8_e4m3", split_kv=True),
+        replace(SMALL, kv_dtype="fp8_ds_mla", new_kv=True),
         replace(SMALL, kv_len=PERIOD + 5, batch=1, q_len=1, num_heads=2, page_size=64),
     ],
-    ids=["tree", "new-kv", "split-kv", "longer-than-the-block"],
+    ids=["tree", "new-kv", "split-kv", "e4m3", "ds-mla", "longer-than-the-block"],
 )
 def test_the_reference_of_a_few_rows_is_the_oracle(shape: VerifyShape) -> None:
     lens = (shape.kv_len,) if shape.batch == 1 else (shape.kv_len, shape.kv_len - 3)
@@ -157,6 +159,19 @@ def test_passes_end_with_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
     made = lab.Bench(EmulatorRunner(), CEILINGS, seed=0, samples=5, budget=None, command=str)
     records = list(made.run([Step(SMALL, (40, 40)), Step(SMALL, (8, 20))], seconds=3.5))
     assert [(record.status, record.samples) for record in records] == [("ok", 2), ("ok", 1)]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3", "fp8_ds_mla"])
+def test_caches_of_8_bits_are_timed_and_predicted(kv_dtype: str) -> None:
+    (record,) = bench(EmulatorRunner(), [Step(replace(SMALL, kv_dtype=kv_dtype), (40, 40))])
+    assert (record.status, record.reason) == ("ok", "")
+    assert record.predicted_us == pytest.approx(choose(12, 2, 40, H200, kv_dtype=kv_dtype).predicted_us)
+    assert record.problem["kv_dtype"] == kv_dtype
+    arguments = ("bench", "--predict", "rtx-5090", "--suite", "verify", "--kv-dtype", kv_dtype, "--json")
+    records = json.loads(run(*arguments).stdout)["records"]
+    program, *again = records[1]["command"].split()
+    assert json.loads(run(*again, "--json").stdout)["records"][0]["predicted_us"] == records[1]["predicted_us"]
+    assert program == "mlaflash"
 
 
 def test_a_wrong_result_is_told() -> None:

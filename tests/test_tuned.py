@@ -252,7 +252,7 @@ def test_every_candidate_fits_and_is_tried_once() -> None:
 
 def test_a_suite_is_tuned_into_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlaflash.commands.tune.make_runner", lambda budget: Clock({("mma_wide", 32): 15.0}))
-    monkeypatch.setattr("mlaflash.commands.tune.suite", lambda name: [SMALL])
+    monkeypatch.setattr("mlaflash.commands.bench.suite", lambda name: [SMALL])
     path = tmp_path / "table.json"
     arguments = ("sweep", "--suite", "verify", "--save-best", str(path))
     result = run(*arguments)
@@ -279,6 +279,7 @@ def test_a_suite_is_tuned_into_a_table(tmp_path: Path, monkeypatch: pytest.Monke
         ("--predict", "rtx-5090"),
         ("--time-limit", "3"),
         ("--suite", "verify", "--predict", "rtx-5090"),
+        ("--suite", "verify", "--predict", "rtx-5090", "--save-best", "x.json", "--kv-dtype", "float8_e4m3"),
         ("--device", "emulator", "--budget", "sm_120"),
         ("--device", "emulator", "--save-best", "x.json"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mlaflash.commands import render
 from mlaflash.commands.options import (
     DTYPES,
     FAILED,
+    KV_DTYPES,
     SHAPE_NAMES,
     as_options,
     axis_options,
@@ -72,6 +74,7 @@ _COMPARED = (Column("A us"), Column("B us"), Column("B / A"))
 @click.option("--suite", "suites", type=click.Choice(tuple(SUITES)), multiple=True, help="Problems (repeatable), or:")
 @shape_options
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Element type.")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="What the cache holds. By default --dtype.")
 @click.option("--out-dtype", type=click.Choice(DTYPES), help="Element type of out. By default --dtype.")
 @click.option("--kernel", type=click.Choice(tuple(SPACES)), help="By default that which a call chooses.")
 @axis_options(several=False)
@@ -92,6 +95,7 @@ _COMPARED = (Column("A us"), Column("B us"), Column("B / A"))
 def bench(
     suites: tuple[str, ...],
     dtype: str,
+    kv_dtype: str | None,
     out_dtype: str | None,
     kernel: str | None,
     seed: int,
@@ -119,7 +123,7 @@ def bench(
             raise InvalidArgumentError("--compare takes neither --predict nor --plot nor --csv. Leave them out.")
         _compare(*files, as_json)
         return
-    steps = _steps(suites, arguments, dtype, out_dtype)
+    steps = _steps(suites, arguments, dtype, kv_dtype, out_dtype)
     limits = {"budget": budget} if budget is not None else {}
     if card is not None:
         device = Device.for_card(card)
@@ -173,6 +177,7 @@ def repeat(step: Step, where: Mapping[str, Any]) -> str:
         "mask": shape.mask,
         "dtype": shape.dtype,
     }
+    values |= {"kv_dtype": shape.kv_dtype} if shape.kv_dtype else {}
     values |= {"out_dtype": shape.out_dtype} if shape.out_dtype else {}
     values |= {"kernel": step.kernel} if step.kernel else {}
     values |= step.config.as_dict() if step.config else {}
@@ -199,9 +204,11 @@ def make_runner(budget: str | None) -> Runner:
         raise NoDeviceError(f"{error} Without a GPU there is --predict, and bench --compare.") from error
 
 
-def _steps(suites: Sequence[str], arguments: Mapping[str, Any], dtype: str, out_dtype: str | None) -> list[Step]:
+def _steps(
+    suites: Sequence[str], arguments: Mapping[str, Any], dtype: str, kv_dtype: str | None, out_dtype: str | None
+) -> list[Step]:
     if not suites:
-        return [Step(*given_shape(arguments, dtype, None, out_dtype))]
+        return [Step(*given_shape(arguments, dtype, kv_dtype, out_dtype))]
     context = click.get_current_context()
     for param in context.command.params:
         is_idle = param.name in {*SHAPE_NAMES, "dtype", "out_dtype"} - {"budget"}
@@ -209,7 +216,20 @@ def _steps(suites: Sequence[str], arguments: Mapping[str, Any], dtype: str, out_
             raise InvalidArgumentError(
                 f"{param.opts[0]} is given with --suite, whose problems are fixed. Leave one of both out."
             )
-    return [Step(shape, shape.check_lens(None)) for name in suites for shape in suite(name)]
+    return suite_steps(suites, kv_dtype)
+
+
+def suite_steps(suites: Sequence[str], kv_dtype: str | None) -> list[Step]:
+    """Return the steps of suites.
+
+    Parameters
+    ----------
+    suites : sequence of str
+    kv_dtype : str or None
+        What their caches hold, where it is not what they say.
+    """
+    shapes = [shape if kv_dtype is None else replace(shape, kv_dtype=kv_dtype) for n in suites for shape in suite(n)]
+    return [Step(shape, shape.check_lens(None)) for shape in shapes]
 
 
 def _with_kernel(steps: Sequence[Step], kernel: str | None, axes: Mapping[str, int], device: Device) -> list[Step]:

@@ -12,15 +12,13 @@ from typing import Any
 
 from mlaflash import tuned
 from mlaflash.commands import render
-from mlaflash.commands.bench import make_runner
+from mlaflash.commands.bench import make_runner, suite_steps
 from mlaflash.commands.options import FAILED
 from mlaflash.commands.render import Column
 from mlaflash.device import Device, apply_budget
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.lab import tune as lab
 from mlaflash.lab.environment import revision, versions
-from mlaflash.lab.runner import Step
-from mlaflash.lab.suites import suite
 from mlaflash.lab.tune import Candidate, Tuned
 
 _COLUMNS = (
@@ -39,6 +37,7 @@ _COLUMNS = (
 
 def tune_suites(
     suites: Sequence[str],
+    kv_dtype: str | None,
     seed: int,
     samples: int,
     budget: str | None,
@@ -52,6 +51,8 @@ def tune_suites(
     Parameters
     ----------
     suites : sequence of str
+    kv_dtype : str or None
+        What the caches hold; None is what the suites say.
     seed, samples : int
     budget : str or None
     save_best : Path or None
@@ -61,7 +62,11 @@ def tune_suites(
         Seconds.
     as_json : bool
     """
-    steps = [Step(shape, shape.check_lens(None)) for name in suites for shape in suite(name)]
+    steps = suite_steps(suites, kv_dtype)
+    if save_best is not None and any(step.shape.kv_dtype for step in steps):
+        raise InvalidArgumentError(
+            f"--save-best is {save_best} and --kv-dtype {kv_dtype}; tables are of 16-bit caches."
+        )
     say = render.note if as_json else render.line
     if card is not None:
         if save_best is None:

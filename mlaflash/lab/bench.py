@@ -301,6 +301,7 @@ def predict_schedule(step: Step, device: Device, schedule: Schedule) -> cost.Pre
         device,
         partial_bytes=partial_bytes,
         page_size=step.shape.page_size,
+        kv_dtype=step.shape.stored,
     ).prediction
 
 

@@ -12,6 +12,7 @@ from mlaflash.errors import InvalidArgumentError, MissingDependencyError
 from mlaflash.floors import mma_tflop_s
 from mlaflash.lab.records import BenchRecord
 from mlaflash.lab.sweep import Record
+from mlaflash.params import row_bytes
 
 _PANEL = 5.2  # inches
 _MAX_LINES = 12
@@ -81,10 +82,11 @@ def work(record: BenchRecord) -> tuple[float, float]:
     record : BenchRecord
     """
     itemsize = 4 if record.problem["dtype"] == "float32" else 2
+    kv_bytes = row_bytes(record.problem.get("kv_dtype") or record.problem["dtype"])
     lens = record.problem["kv_lens"]
     tokens = sum(lens) if len(lens) == record.batch else record.batch * lens[0]
     flop = 2.0 * (576 + 512) * record.rows * tokens
-    return flop, itemsize * (576.0 * tokens + record.batch * record.rows * (576 + 512))
+    return flop, float(kv_bytes * tokens + itemsize * record.batch * record.rows * (576 + 512))
 
 
 def _lines(axes: Any, records: Sequence[BenchRecord], x: str, group: tuple[str, str], label: str) -> None:

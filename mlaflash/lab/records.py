@@ -121,7 +121,8 @@ class BenchRecord:
     @property
     def key(self) -> str:
         """What tells its problem from others."""
-        return json.dumps(self.problem, sort_keys=True)
+        given = {name: value for name, value in self.problem.items() if value is not None}
+        return json.dumps(given, sort_keys=True)
 
 
 _FIELDS: Final = tuple(field.name for field in dataclasses.fields(BenchRecord))

@@ -128,8 +128,9 @@ def candidates(step: Step, device: Device) -> list[tuple[MmaKernelConfig, int, f
         Constants, splits, predicted microseconds.
     """
     problem = step.shape.rows, len(step.kv_lens), max(step.kv_lens), device
-    chosen = cost.choose(*problem, page_size=step.shape.page_size)
-    likely = cost.candidates(*problem, page_size=step.shape.page_size)
+    of_cache: dict[str, Any] = {"page_size": step.shape.page_size, "kv_dtype": step.shape.stored}
+    chosen = cost.choose(*problem, **of_cache)
+    likely = cost.candidates(*problem, **of_cache)
     least = likely[0][2]
     found = {(chosen.config, chosen.num_splits): chosen.predicted_us}
     for config, splits, us in likely:
