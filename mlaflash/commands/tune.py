@@ -65,7 +65,7 @@ def tune_suites(
     steps = suite_steps(suites, kv_dtype)
     if save_best is not None and any(step.shape.kv_dtype for step in steps):
         raise InvalidArgumentError(
-            f"--save-best is {save_best} and --kv-dtype {kv_dtype}; tables are of 16-bit caches."
+            f"--save-best is {save_best} and --kv-dtype {kv_dtype}; tables are of 16-bit caches. Leave one out."
         )
     say = render.note if as_json else render.line
     if card is not None:
