@@ -435,7 +435,7 @@ class VerifyPlan:
             self._ids_array = self._pieces["page_ids"]
             self._is_updated = False
             self._uniform: tuple[int, int] | None = None  # requests and query tokens of each, without qo_indptr
-            self._known = Recent()
+            self._known: Recent[Reusable] = Recent()
             self._plan_params = new_params(**self._work_fields())
             self._plan = backend.load(plan_launch(self.work), self._plan_params, None)
             # Loaded here, so that nothing is left to do for the first run, which may be captured.
@@ -675,8 +675,6 @@ class VerifyPlan:
         backend = self._backend
         first = q[0] if isinstance(q, tuple | list) and q else q
         with backend.scope():
-            if not self._is_updated:
-                raise InvalidArgumentError("run() has nothing to do yet; call update() first.")
             self._check_rows(first)
             stream = backend.stream(stream, first)
             makes_out, makes_lse, export = out is None, lse is None, None
@@ -689,16 +687,22 @@ class VerifyPlan:
             if known is None:
                 known = self._bind(q, kv_cache, new_kv, out, lse)
                 self._known.put(signature.key, known)
-            known.point(signature.addresses, {"page_ids": self._page_ids})
-            touched: Mapping[str, Any] = self._touched(given) if backend.keeps_track else {}
-            for launch in known.launches:
-                launch(stream, touched)
+            self._enqueue(known, signature.addresses, given, stream)
             if export is not None:
                 out, lse = (export(out) if makes_out else out), (export(lse) if makes_lse else lse)
         return out, lse
 
+    def _enqueue(self, known: Reusable, addresses: Mapping[str, Any], given: Mapping[str, Any], stream: Any) -> None:
+        """Launch what is ready for arrays like these, at the addresses of these."""
+        known.point(addresses, {"page_ids": self._page_ids})
+        touched: Mapping[str, Any] = self._touched(given) if self._backend.keeps_track else {}
+        for launch in known.launches:
+            launch(stream, touched)
+
     def _check_rows(self, q: Any) -> None:
         """Refuse a q that has fewer query tokens than the last update planned, where the host knows their number."""
+        if not self._is_updated:
+            raise InvalidArgumentError("run() has nothing to do yet; call update() first.")
         shape = getattr(q, "shape", None)
         if shape is None:
             self._backend.view("q", q)  # says what it is

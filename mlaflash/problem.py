@@ -18,6 +18,7 @@ from mlaflash.params import DL, DR, DTYPE_CODES, MASK_CODES, D
 View = Callable[[str, Any], ArrayView]
 
 _IDS = ("int32", "int64")
+_Q_SHAPES = (3, 4), "(T, H, 576) or (B, S, H, 576)"
 _MAX_LISTS = 65_535  # blocks along the last axes of a grid
 _LEAST_CAP = float(np.finfo(np.float32).tiny)
 
@@ -205,7 +206,7 @@ class Problem:
         UnsupportedError
             Widths other than 512 + 64, or element types that no kernel takes.
         """
-        q_rows, kv_rows = _q_and_kv(view, q, (3, 4), "(T, H, 576) or (B, S, H, 576)", kv_cache)
+        q_rows, kv_rows = _q_and_kv(view, q, *_Q_SHAPES, kv_cache)
         lens = vector(view, "kv_lens", kv_lens, ("int32",))
         batch = lens.shape[0]
         num_tokens = math.prod(q_rows.shape[:-1])
@@ -371,6 +372,36 @@ def _q_and_kv(view: View, q: Any, q_ranks: tuple[int, ...], q_shapes: str, kv_ca
     if q_rows.shape[-1] < 1:
         raise ShapeError("q has 0 heads; at least 1 is needed.")
     return q_rows, kv_rows
+
+
+def query_rows(view: View, q: Any) -> Rows:
+    """Check q, and give it one axis of tokens.
+
+    Parameters
+    ----------
+    view : callable
+        As in `Problem.from_arrays`.
+    q : array, shape (T, H, 576) or (B, S, H, 576), or pair
+
+    Returns
+    -------
+    Rows, shape (T, H)
+
+    Raises
+    ------
+    ShapeError
+        Rank, shape, strides, dtype or device; or (B, S) are no run of tokens in memory.
+    """
+    rows = _rows(view, "q", q, *_Q_SHAPES)
+    _check_dtype("q", rows)
+    if len(rows.shape) == 2:
+        return rows
+    shape = (math.prod(rows.shape[:2]), rows.shape[2])
+    latent, rope = (
+        array._replace(shape=(*shape, array.shape[-1]), strides=one_token_axis(array).strides[1:])
+        for array in (rows.latent, rows.rope)
+    )
+    return replace(rows, latent=latent, rope=rope, shape=shape)
 
 
 def _rows(view: View, name: str, array: Any, ranks: tuple[int, ...], shapes: str) -> Rows:

@@ -25,7 +25,7 @@ from mlaflash.problem import Problem
 from mlaflash.schedule import CHUNK_TOKENS, KERNELS, MMA_KERNELS, Launch, deterministic_config, plan
 from mlaflash.tiles import KernelConfig, list_defines
 
-COMPILED: Final = (*KERNELS, "combine", "mask", "merge", "compact", "move")
+COMPILED: Final = (*KERNELS, "combine", "mask", "merge", "transpose", "compact", "move")
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
 _FEATURES: Final = frozenset(name.lower() for name in {**feature_defines(0, False, False), **list_defines(True)})
