@@ -194,7 +194,7 @@ def refuse(*_: Any) -> None:
 
 
 def lose_a_rank(rank: int, address: tuple[str, int], how: str) -> tuple[str, float]:
-    """Do steps in a graph until rank 1 dies, raises or stops coming; say what rank 0 is told, after how many seconds."""
+    """Do steps in a graph until rank 1 dies, raises or stops coming; say what rank 0 is told, and after how long."""
     import cupy
 
     communicator = start(rank, 2, address)
