@@ -135,7 +135,13 @@ def predict_sharded(
         raise UnsupportedError("dtype is 'float32'; times are predicted for bfloat16 and float16.")
     speed = speed_of(device) if speed is None else speed
     attention = cost.choose(
-        shape.rows, shape.batch, -(-shape.kv_len // num_ranks), device, page_size=shape.page_size, speed=speed
+        shape.rows,
+        shape.batch,
+        -(-shape.kv_len // num_ranks),
+        device,
+        page_size=shape.page_size,
+        kv_dtype=shape.stored,
+        speed=speed,
     ).predicted_us
     if num_ranks == 1:
         return ShardedStep(1, 0.0, attention, 0.0, 0.0)
@@ -174,7 +180,13 @@ def predict_replicated(
     if shape.num_heads % integer("num_ranks", num_ranks, 1):
         raise InvalidArgumentError(f"num_heads is {shape.num_heads}; {num_ranks} ranks must have equally many of them.")
     attention = cost.choose(
-        shape.rows // num_ranks, shape.batch, shape.kv_len, device, page_size=shape.page_size, speed=speed
+        shape.rows // num_ranks,
+        shape.batch,
+        shape.kv_len,
+        device,
+        page_size=shape.page_size,
+        kv_dtype=shape.stored,
+        speed=speed,
     ).predicted_us
     return ShardedStep(num_ranks, 0.0, attention, 0.0, 0.0)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 from mlaflash import VerifyShape, emulator
 from mlaflash.commands.main import main
 from mlaflash.device import Device
+from mlaflash.errors import UnsupportedError
 from mlaflash.lab import sharded
 from mlaflash.lab.sharded import Measured, RankTimes, bench_ranks, fit_link, predict_ranks
 from mlaflash.mma_tiles import NARROW
@@ -152,6 +154,13 @@ def test_what_says_nothing_on_several_gpus_is_refused(
     done = run(*arguments)
     assert done.exit_code == status
     assert words in " ".join(done.stderr.split())
+
+
+def test_a_cache_of_8_bits_is_predicted_alone(two_gpus: list[Measured]) -> None:
+    shape = replace(SHAPE, kv_dtype="float8_e4m3")
+    assert predict_ranks(shape, 2, Device.for_card("h200"))[0].ratio < 1
+    with pytest.raises(UnsupportedError, match="caches of q's type"):
+        bench_ranks(shape, (32_768,), 2)
 
 
 def test_without_a_gpu_it_says_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,10 +71,12 @@ def solve_one(communicator: NcclCommunicator, problem: Problem) -> list[tuple[An
         plan = ShardedPlan(communicator, sharding, **problem.arguments(), tiles=NARROW)
         local = {name: cupy.asarray(array) for name, array in problem.local(communicator.rank).items()}
         step = {name: to_gpu(value) for name, value in problem.update().items()}
+        scale = problem.scale(communicator.rank)
+        scale = scale if isinstance(scale, float) else cupy.asarray(scale)
 
         def update_and_run(**results: Any) -> tuple[Any, Any]:
             plan.update(**step, block_table=local["block_table"])
-            return plan.run(local["q"], local["kv_cache"], **results)
+            return plan.run(local["q"], local["kv_cache"], kv_scale=scale, **results)
 
         out, lse = update_and_run()
         communicator.synchronize(stream)

@@ -58,7 +58,7 @@ def show_ranks(
         name = param.name or ""
         if name not in _TAKEN and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise InvalidArgumentError(f"{param.opts[0]} is given with --ranks, which does without. Leave it out.")
-    shape, kv_lens = given_shape(arguments, dtype, out_dtype)
+    shape, kv_lens = given_shape(arguments, dtype, None, out_dtype)
     if card is not None:
         if len(set(kv_lens)) > 1 or list(head_groups) not in ([], [1]):
             raise InvalidArgumentError(

@@ -111,7 +111,7 @@ class ShardedPlan:
         As in `mla_verify`.
     **options
         As in `VerifyPlan`, for the cache of this rank: `page_size`, `block_table`, `max_ids`, `id_dtype`, `copy_ids`,
-        `split_kv`, `logit_cap`, `tiles`, `budget`.
+        `kv_dtype`, `split_kv`, `logit_cap`, `tiles`, `budget`.
 
     Attributes
     ----------
@@ -360,7 +360,9 @@ class ShardedPlan:
             with self._current(stream):
                 self.local.update(**step, **pages, validate=validate, stream=stream)
 
-    def run(self, q: Any, kv_cache: Any, *, out: Any = None, lse: Any = None, stream: Any = None) -> tuple[Any, Any]:
+    def run(
+        self, q: Any, kv_cache: Any, *, kv_scale: Any = 1.0, out: Any = None, lse: Any = None, stream: Any = None
+    ) -> tuple[Any, Any]:
         """Attend the query tokens of the step that `update` planned to the tokens of all ranks.
 
         Parameters
@@ -369,6 +371,8 @@ class ShardedPlan:
             This rank's heads, as in `mla_verify`; rows on 16 bytes.
         kv_cache : array
             This rank's cache, as in `mla_verify`.
+        kv_scale : float, or array of one float32
+            Of this rank's cache, as in `VerifyPlan.run`; ranks may have scales of their own.
         out : array, shape (T, H, 512) or (B, S, H, 512), optional
             Filled in place; with ``merge="all_gather"`` N * H heads, those of rank 0 first. Any strides with a
             contiguous last axis and rows on 16 bytes. New memory of the library of `q` by default.
@@ -402,16 +406,17 @@ class ShardedPlan:
                 shape = self._out_shape(first.shape[:-2])
                 new_out, new_lse, export = backend.results(q, shape, self._out_dtype, stream)
                 out, lse = (new_out if makes_out else out), (new_lse if makes_lse else lse)
-            given = {"q": q, "kv_cache": kv_cache, "out": out, "lse": lse}
+            scale, scale_array = self.local._scale(kv_scale)
+            given = {"q": q, "kv_cache": kv_cache, "kv_scale": scale_array, "out": out, "lse": lse}
             signature = Signature(given, (), backend.locate)
             step = self._known.get(signature.key)
             if step is None:
                 # Refused here, where this rank has not yet begun what others would wait for.
-                step = self._bind(q, kv_cache, out, lse)
+                step = self._bind(q, kv_cache, kv_scale, out, lse)
                 self._known.put(signature.key, step)
             if step.groups:
                 try:
-                    self._enqueue(step, signature.addresses, given, stream)
+                    self._enqueue(step, signature.addresses, given, scale, stream)
                 except BaseException as error:
                     self.communicator.abort(f"run() raised {type(error).__name__} in the middle of a step: {error}")
                     raise
@@ -422,7 +427,9 @@ class ShardedPlan:
     def _out_shape(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         return (*tokens, self._num_heads * (self.communicator.num_ranks if self._is_gathered else 1), DL)
 
-    def _enqueue(self, step: _Step, addresses: Mapping[str, Any], given: Mapping[str, Any], stream: Any) -> None:
+    def _enqueue(
+        self, step: _Step, addresses: Mapping[str, Any], given: Mapping[str, Any], scale: float, stream: Any
+    ) -> None:
         """Gather q, attend, and exchange the partial results; group by group, communication beside attention."""
         backend, lanes, communicator = self._backend, self._lanes, self.communicator
         tracks = backend.keeps_track
@@ -433,11 +440,11 @@ class ShardedPlan:
         for i, group in enumerate(step.groups):
             communicator.all_gather(group.gathered, communication)
             lanes.mark(i)
-        cache = {"kv_cache": addresses["kv_cache"]}
+        cache = {name: address for name, address in addresses.items() if name.startswith("kv_")}
         for i, (group, attention) in enumerate(zip(step.groups, step.attention, strict=True)):
             lanes.wait(i, stream)
-            local = {"q": group.q, "kv_cache": given["kv_cache"], "out": group.out, "lse": group.lse} if tracks else {}
-            self.local._enqueue(attention, cache, local, stream)
+            local = {**given, "q": group.q, "out": group.out, "lse": group.lse} if tracks else {}
+            self.local._enqueue(attention, cache, local, scale, stream)
             lanes.follow(stream)
             if self._is_gathered:
                 communicator.all_gather(group.received, communication)
@@ -449,7 +456,7 @@ class ShardedPlan:
             words[_OUT], words[_LSE] = addresses["out"] + out_skip, addresses["lse"] + lse_skip
             launch(stream, arrays | {"out": given["out"], "lse": given["lse"]} if tracks else {})
 
-    def _bind(self, q: Any, kv_cache: Any, out: Any, lse: Any) -> _Step:
+    def _bind(self, q: Any, kv_cache: Any, kv_scale: Any, out: Any, lse: Any) -> _Step:
         """Check arrays of a layout that is new, and make their launches ready."""
         capacity, view = self.local.capacity, self._backend.view
         rows = query_rows(view, q)
@@ -480,7 +487,7 @@ class ShardedPlan:
         return _Step(
             groups,
             self._bound(transpose.launch, transpose.params, gathered),
-            tuple(self.local._bind(group.q, kv_cache, None, group.out, group.lse) for group in groups),
+            tuple(self.local._bind(group.q, kv_cache, None, kv_scale, group.out, group.lse) for group in groups),
             self._bind_merges(*views, groups),
         )
 

@@ -160,6 +160,8 @@ def bench_ranks(
         A rank ended without a result.
     """
     _check(shape, num_ranks, head_groups)
+    if shape.kv_dtype is not None:
+        raise UnsupportedError(f"kv_dtype is {shape.kv_dtype!r}; on several GPUs, caches of q's type are timed.")
     gpus = device_count()
     if not gpus:
         raise NoDeviceError("there is no GPU, and each rank takes one. Without, there is bench --ranks --predict.")
