@@ -30,6 +30,7 @@ from mlaflash.lab.runner import Measured, Step, plan_step
 from mlaflash.lab.suites import SUITES, suite
 from mlaflash.lab.timing import Timing
 from mlaflash.lab.workload import PERIOD, Workload, block
+from mlaflash.params import FP8_CODES, row_bytes
 from mlaflash.schedule import Launch
 from mlaflash.shape import VerifyShape
 
@@ -76,8 +77,10 @@ def bench(runner: Any, steps: list[Step]) -> list[BenchRecord]:
         replace(SMALL, mask="causal", new_kv=True, soft_cap=True),
         replace(SMALL, mask="none", split_kv=True, page_size=1, dtype="float16"),
         replace(SMALL, kv_len=PERIOD + 5, batch=1, q_len=1, num_heads=2, page_size=64),
+        replace(SMALL, kv_dtype="float8_e4m3", new_kv=True),
+        replace(SMALL, kv_dtype="fp8_ds_mla", dtype="float16"),
     ],
-    ids=["tree", "new-kv", "split-kv", "longer-than-the-block"],
+    ids=["tree", "new-kv", "split-kv", "longer-than-the-block", "float8_e4m3", "fp8_ds_mla"],
 )
 def test_the_reference_of_a_few_rows_is_the_oracle(shape: VerifyShape) -> None:
     lens = (shape.kv_len,) if shape.batch == 1 else (shape.kv_len, shape.kv_len - 3)
@@ -124,6 +127,16 @@ def test_a_record_has_every_figure() -> None:
     assert (record.gpu, record.seed, record.samples, record.command) == ("H200", 0, 3, "repeat (40, 40)")
     assert {"cupy", "driver", "nvrtc", "sources"} <= record.versions.keys()
     assert record.problem["kv_lens"] == [40]
+
+
+@pytest.mark.parametrize("kv_dtype", FP8_CODES)
+def test_a_cache_of_8_bits_counts_its_own_bytes(kv_dtype: str) -> None:
+    (record,) = bench(EmulatorRunner(), [Step(replace(SMALL, kv_dtype=kv_dtype), (40, 40))])
+    num_bytes = 2 * 40 * row_bytes(kv_dtype) + 2 * 12 * (1152 + 1024 + 4)
+    assert (record.status, record.reason) == ("ok", "")
+    assert record.tb_s == pytest.approx(num_bytes / 21e-6 / 1e12)
+    assert record.predicted_us == pytest.approx(choose(12, 2, 40, H200, kv_dtype=kv_dtype).predicted_us)
+    assert record.problem["kv_dtype"] == kv_dtype
 
 
 def test_a_wrong_result_is_told() -> None:
@@ -234,6 +247,15 @@ def test_constants_are_those_asked_for() -> None:
     assert (record["kernel"], record["num_splits"], record["config"]["nsplit"]) == ("mma_wide", 7, 7)
     assert "--kernel mma_wide" in record["command"]
     assert "--nsplit 7" in record["command"]
+
+
+def test_a_cache_of_8_bits_is_predicted_and_its_command_repeats_it() -> None:
+    arguments = ("bench", "--predict", "h200", "--kv-dtype", "float8_e4m3", "--q-len", "2", "--kv-len", "65536")
+    (record,) = json.loads(run(*arguments, "--json").stdout)["records"]
+    (plain,) = json.loads(run(*arguments[:3], *arguments[5:], "--json").stdout)["records"]
+    assert record["predicted_us"] < plain["predicted_us"]
+    _program, *repeated = record["command"].split()
+    assert json.loads(run(*repeated, "--json").stdout)["records"] == [record]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from mlaflash.commands.bench_ranks import show_ranks
 from mlaflash.commands.options import (
     DTYPES,
     FAILED,
+    KV_DTYPES,
     SHAPE_NAMES,
     as_options,
     axis_options,
@@ -73,6 +74,7 @@ _COMPARED = (Column("A us"), Column("B us"), Column("B / A"))
 @click.option("--suite", "suites", type=click.Choice(tuple(SUITES)), multiple=True, help="Problems (repeatable), or:")
 @shape_options
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Element type.")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="What the cache holds. By default --dtype.")
 @click.option("--out-dtype", type=click.Choice(DTYPES), help="Element type of out. By default --dtype.")
 @click.option("--kernel", type=click.Choice(tuple(SPACES)), help="By default that which a call chooses.")
 @axis_options(several=False)
@@ -100,6 +102,7 @@ _COMPARED = (Column("A us"), Column("B us"), Column("B / A"))
 def bench(
     suites: tuple[str, ...],
     dtype: str,
+    kv_dtype: str | None,
     out_dtype: str | None,
     kernel: str | None,
     seed: int,
@@ -136,7 +139,7 @@ def bench(
             raise InvalidArgumentError("--compare takes neither --predict nor --plot nor --csv. Leave them out.")
         _compare(*files, as_json)
         return
-    steps = _steps(suites, arguments, dtype, out_dtype)
+    steps = _steps(suites, arguments, dtype, kv_dtype, out_dtype)
     limits = {"budget": budget} if budget is not None else {}
     if card is not None:
         device = Device.for_card(card)
@@ -190,6 +193,7 @@ def repeat(step: Step, where: Mapping[str, Any]) -> str:
         "mask": shape.mask,
         "dtype": shape.dtype,
     }
+    values |= {"kv_dtype": shape.kv_dtype} if shape.kv_dtype else {}
     values |= {"out_dtype": shape.out_dtype} if shape.out_dtype else {}
     values |= {"kernel": step.kernel} if step.kernel else {}
     values |= step.config.as_dict() if step.config else {}
@@ -216,12 +220,14 @@ def make_runner(budget: str | None) -> Runner:
         raise NoDeviceError(f"{error} Without a GPU there is --predict, and bench --compare.") from error
 
 
-def _steps(suites: Sequence[str], arguments: Mapping[str, Any], dtype: str, out_dtype: str | None) -> list[Step]:
+def _steps(
+    suites: Sequence[str], arguments: Mapping[str, Any], dtype: str, kv_dtype: str | None, out_dtype: str | None
+) -> list[Step]:
     if not suites:
-        return [Step(*given_shape(arguments, dtype, None, out_dtype))]
+        return [Step(*given_shape(arguments, dtype, kv_dtype, out_dtype))]
     context = click.get_current_context()
     for param in context.command.params:
-        is_idle = param.name in {*SHAPE_NAMES, "dtype", "out_dtype"} - {"budget"}
+        is_idle = param.name in {*SHAPE_NAMES, "dtype", "kv_dtype", "out_dtype"} - {"budget"}
         if is_idle and context.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
             raise InvalidArgumentError(
                 f"{param.opts[0]} is given with --suite, whose problems are fixed. Leave one of both out."

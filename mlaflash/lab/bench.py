@@ -246,7 +246,13 @@ def predict_schedule(step: Step, device: Device, schedule: Schedule) -> cost.Pre
     partial_bytes = numpy_dtype(step.shape.out_dtype or step.shape.dtype).itemsize
     lens = len(step.kv_lens), max(step.kv_lens)
     return cost.choice_of(
-        config, schedule.num_splits, step.shape.rows, *lens, device, partial_bytes=partial_bytes
+        config,
+        schedule.num_splits,
+        step.shape.rows,
+        *lens,
+        device,
+        partial_bytes=partial_bytes,
+        kv_dtype=step.shape.stored,
     ).prediction
 
 

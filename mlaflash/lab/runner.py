@@ -19,7 +19,7 @@ from mlaflash.lab.compare import Comparison, compare, tolerance
 from mlaflash.lab.sweep import FIRST_SAMPLES
 from mlaflash.lab.target import build_all
 from mlaflash.lab.timing import Timing, measure
-from mlaflash.lab.workload import Expected, Workload, block
+from mlaflash.lab.workload import Expected, Workload, stored_block
 from mlaflash.masks import TreeMask
 from mlaflash.params import DL, D
 from mlaflash.problem import Problem
@@ -191,7 +191,7 @@ class GpuRunner:
         self.device = device if budget is None else apply_budget(device, budget)
         self._budget = budget
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._blocks: dict[tuple[str, int, int, int], Any] = {}
+        self._blocks: dict[tuple[Any, ...], Any] = {}
 
     def build(self, launches: Iterable[Launch], progress: Callable[[str, int, int], None]) -> object:
         """Compile the kernels of launches side by side."""
@@ -212,7 +212,7 @@ class GpuRunner:
         import cupy
 
         shape = workload.shape
-        parts = (slice(0, DL), slice(DL, D)) if shape.split_kv else (slice(0, D),)
+        parts = (slice(0, DL), slice(DL, D)) if shape.split_kv else (slice(None),)
         caches = tuple(self._cache(workload, part) for part in parts)
         mask: Any = workload.mask
         if isinstance(mask, TreeMask):
@@ -232,13 +232,13 @@ class GpuRunner:
         import cupy
 
         shape = workload.shape
-        key = shape.dtype, workload.seed, columns.start, columns.stop
+        key = (shape.dtype, shape.kv_dtype), workload.seed, columns.start, columns.stop
         if key not in self._blocks:
             self._blocks = {known: array for known, array in self._blocks.items() if known[:2] == key[:2]}
-            self._blocks[key] = cupy.asarray(np.ascontiguousarray(block(shape.dtype, workload.seed)[:, columns]))
+            rows = stored_block(shape.dtype, shape.kv_dtype, workload.seed)[:, columns]
+            self._blocks[key] = cupy.asarray(np.ascontiguousarray(rows))
         rows = self._blocks[key]
-        width = columns.stop - columns.start
-        cache = cupy.empty((workload.num_pages, shape.page_size, width), rows.dtype)
+        cache = cupy.empty((workload.num_pages, shape.page_size, rows.shape[1]), rows.dtype)
         for begin in range(0, cache.nbytes, rows.nbytes):
             # Plain copies: they need no compiled kernel of CuPy's.
             size = min(rows.nbytes, cache.nbytes - begin)
