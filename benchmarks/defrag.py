@@ -166,8 +166,8 @@ def report(attentions: list[Attention], moved: list[Movement], ceiling: float, d
         )
     lines += [
         "",
-        f"`move_rows` over {LAYERS} layers of 1,152-byte rows; a device-to-device copy runs at {ceiling:,.0f} GB/s, reads "
-        "and writes counted.",
+        f"`move_rows` over {LAYERS} layers of 1,152-byte rows; a device-to-device copy runs at {ceiling:,.0f} GB/s, "
+        "reads and writes counted.",
         "",
         "| list | rows | us | GB/s | of the copy |",
         "|---|---|---|---|---|",
