@@ -11,11 +11,13 @@ the GPU; by default this program makes it take the one that an sm_120 card gets,
 
     python benchmarks/peers.py --out peers.json
     python benchmarks/peers.py --table peers.json   # rewrites the table of the README, without a GPU
+    python benchmarks/peers.py --sparse --out sparse.json   # mla_sparse beside SGLang's sparse kernel for CUDA GPUs
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -33,7 +35,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-from mlaflash import MaskSource, TreeMask, VerifyPlan, attention
+from mlaflash import MaskSource, TreeMask, VerifyPlan, attention, mla_sparse
 from mlaflash.device import Device
 from mlaflash.lab.ceilings import measure_ceilings
 
@@ -54,6 +56,10 @@ SHAPES = [
     *((1, 16, 8, 65536), (64, 1, 128, 4096), (1, 32, 8, 65536), (64, 2, 128, 4096)),
     *((1, 8, 64, 65536), (8, 8, 64, 16384), (1, 64, 8, 65536), (1, 16, 64, 65536)),
 ]
+
+# query tokens, heads, topk: verify steps and prefills of DeepSeek-V3.2 (16 heads on eight GPUs) and GLM-5
+SPARSE_SHAPES = [(8, 16, 2048), (64, 16, 2048), (8, 64, 2048), (64, 64, 2048), (1024, 16, 2048), (4096, 16, 2048)]
+SPARSE_SLOTS = 131072
 
 Launch = Callable[[], Any]  # returns out, a tensor
 
@@ -253,13 +259,21 @@ def _sglang(module: str) -> Any:
         utils.is_gfx95_supported = utils.is_gfx1250_supported = utils.is_hip = lambda: False
         utils.is_cuda = lambda: True
     for name in ("score_mod", "decode_attention", "extend_attention", "verify_splitkv", "verify_mla"):
-        path = Path(os.environ["SGL_SRC"]) / "sglang/kernels/ops/attention" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(f"{package}.{name}", path)
-        if spec is None or spec.loader is None:
-            raise ImportError(path)
-        sys.modules[f"{package}.{name}"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[f"{package}.{name}"])
+        _sglang_file(name)
     return sys.modules[f"{package}.{module}"]
+
+
+def _sglang_file(name: str) -> Any:
+    """Import one file of SGLang's attention kernels by its path."""
+    module = f"sglang.kernels.ops.attention.{name.replace('/', '.')}"
+    if module not in sys.modules:
+        path = Path(os.environ["SGL_SRC"]) / "sglang/kernels/ops/attention" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(module, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise ImportError(path)
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    return sys.modules[module]
 
 
 def _extend_arguments(problem: Problem) -> tuple[tuple[Any, ...], torch.Tensor]:
@@ -302,6 +316,57 @@ def sglang_verify(problem: Problem) -> Launch:
     return launch
 
 
+class SparseProblem:
+    """Tensors of one sparse shape: distinct slots for each query token, in random order, as an indexer gives them."""
+
+    def __init__(self, num_tokens: int, heads: int, topk: int) -> None:
+        generator = torch.Generator(device="cuda").manual_seed(num_tokens * 31 + heads)
+        options = {"device": "cuda", "generator": generator}
+        self.cache = torch.randn((SPARSE_SLOTS, DL + DR), dtype=torch.bfloat16, **options)
+        self.q = torch.randn((num_tokens, heads, DL + DR), dtype=torch.bfloat16, **options) / 2
+        chosen = [torch.randperm(SPARSE_SLOTS, **options)[:topk] for _ in range(num_tokens)]
+        self.indices = torch.stack(chosen).to(torch.int32)
+
+    def reference(self, rows: int) -> torch.Tensor:
+        """Output of the first query tokens in float64."""
+        keys = self.cache[self.indices[:rows].long()].double()
+        scores = torch.einsum("thd,tkd->thk", self.q[:rows].double(), keys) * SCALE
+        return torch.einsum("thk,tkd->thd", scores.softmax(-1), keys[..., :DL])
+
+
+def mlaflash_sparse(problem: SparseProblem, budget: str | None) -> Launch:
+    out = torch.empty((*problem.q.shape[:2], DL), dtype=torch.bfloat16, device="cuda")
+    lse = torch.empty(problem.q.shape[:2], device="cuda")
+
+    def launch() -> torch.Tensor:
+        mla_sparse(problem.q, problem.cache, problem.indices, sm_scale=SCALE, out=out, lse=lse, budget=budget)
+        return out
+
+    return launch
+
+
+def sglang_sparse(problem: SparseProblem) -> Launch:
+    module = _sglang_file("dsa/triton_sparse_mla_prefill")
+    lens = torch.full((len(problem.q),), problem.indices.shape[1], dtype=torch.int32, device="cuda")
+    out = torch.empty((*problem.q.shape[:2], DL), dtype=torch.bfloat16, device="cuda")
+
+    def launch() -> torch.Tensor:
+        module.sparse_mla_prefill(problem.q, problem.cache, problem.indices, SCALE, topk_length=lens, out=out)
+        return out
+
+    return launch
+
+
+def time_sparse(shape: tuple[int, int, int], budget: str | None, rounds: int) -> dict[str, Any]:
+    problem = SparseProblem(*shape)
+    candidates = {
+        "mlaflash sparse": lambda: mlaflash_sparse(problem, budget),
+        "sglang sparse": lambda: sglang_sparse(problem),
+    }
+    rows = min(8, shape[0])
+    return time_candidates(candidates, rounds, lambda _: problem.reference(rows), rows, set())
+
+
 def interleaved(launches: dict[str, Launch], rounds: int, slow: set[str]) -> dict[str, float]:
     """Median microseconds of each, one launch of every candidate a round, each from a cold level-2 cache."""
     flush = torch.ones(2 * Device.current().l2_bytes // 4, device="cuda")
@@ -332,6 +397,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shapes", help="only these, as B,q,H,kv;B,q,H,kv")
     parser.add_argument("--candidates", help="only these, by name")
+    parser.add_argument("--sparse", action="store_true", help="time mla_sparse instead, on lists of slots")
     parser.add_argument("--table", help="only write the table of the README, from this JSON file")
     options = parser.parse_args()
     if options.table:
@@ -339,7 +405,7 @@ def main() -> None:
         return
     if torch is None or not torch.cuda.is_available():
         raise SystemExit("this needs a GPU and torch with CUDA; --table needs neither.")
-    if options.tier == "sm_120":
+    if options.tier == "sm_120" and not options.sparse:
         use_sm120_tier()
     budget = None if options.budget == "none" else options.budget
     candidates: dict[str, Callable[[Problem], Launch]] = {
@@ -370,7 +436,13 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     document = {"gpu": device.name, "budget": options.budget, "tier": options.tier, "records": records}
     document["ceilings"] = {name: getattr(ceilings, name) for name in ceilings.__dataclass_fields__}
-    for shape in shapes:
+    for sparse_shape in SPARSE_SHAPES if options.sparse else ():
+        record = time_sparse(sparse_shape, budget, options.rounds)
+        records.append({"shape": sparse_shape, **record})
+        print(sparse_shape, {name: round(us, 1) for name, us in record["us"].items()}, record["failed"], flush=True)
+        if options.out:
+            Path(options.out).write_text(json.dumps(document, indent=1))
+    for shape in shapes if not options.sparse else ():
         record = time_shape(Problem(*shape), candidates, options.rounds)
         records.append({"shape": shape, **record})
         print(line(shape, record), flush=True)
@@ -384,21 +456,36 @@ def time_shape(problem: Problem, candidates: dict[str, Callable[[Problem], Launc
     causal = torch.tril(torch.ones(q_len, q_len, dtype=torch.bool, device="cuda"))
     tree = TreeMask.from_parents(problem.parents[:q_len]).to_dense()[0]
     references = {"causal": problem.reference(causal), "tree": problem.reference(torch.from_numpy(tree).cuda())}
+
+    def reference(name: str) -> torch.Tensor:
+        return references["tree" if name.startswith("mlaflash") and name != "mlaflash causal" else "causal"]
+
+    builders = {name: functools.partial(build, problem) for name, build in candidates.items()}
+    return time_candidates(builders, rounds, reference, q_len, {"sglang extend"})
+
+
+def time_candidates(
+    builders: dict[str, Callable[[], Launch]],
+    rounds: int,
+    reference: Callable[[str], torch.Tensor],
+    rows: int,
+    slow: set[str],
+) -> dict[str, Any]:
+    """Check the first `rows` query tokens of each candidate, then time those that are right."""
     launches, errors, failed = {}, {}, {}
-    for name, build in candidates.items():
+    for name, build in builders.items():
         try:
-            launch = build(problem)
-            out = launch()[:q_len].double()
-            masked = "tree" if name.startswith("mlaflash") and name != "mlaflash causal" else "causal"
-            reference = references[masked]
-            errors[name] = float((out - reference).norm() / reference.norm())
+            launch = build()
+            out = launch()[:rows].double()
+            expected = reference(name)
+            errors[name] = float((out - expected).norm() / expected.norm())
             # 5e-3: bfloat16 outputs of kernels that round differently; a wrong mask or page is far outside.
             if not errors[name] < 5e-3:
                 raise RuntimeError(f"relative error {errors[name]:.1e}")
             launches[name] = launch
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
-    times = interleaved(launches, rounds, {"sglang extend"})
+    times = interleaved(launches, rounds, slow)
     return {"us": times, "error": errors, "failed": failed}
 
 
@@ -420,6 +507,8 @@ PEERS = ("flashinfer fa2", "flashinfer fa3", "flashmla", "sglang extend", "sglan
 
 def update_readme(document: dict[str, Any]) -> None:
     """Write the table between its markers."""
+    if any("mlaflash" not in record["us"] for record in document["records"]):
+        raise SystemExit("this file has no times of mla_verify for the table, as those of --sparse have not.")
     readme = Path(__file__).parents[1] / "README.md"
     begin, end = "<!-- peers-table -->\n", "<!-- /peers-table -->"
     read, mma = document["ceilings"]["read_gb_s"], document["ceilings"]["mma_tflop_s"]

@@ -15,7 +15,8 @@ took there, or what the counts say if that is more: a prediction, until it is me
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from mlaflash import combine
@@ -90,6 +91,39 @@ def speed_of(device: Device) -> Speed:
 
 
 @dataclass(frozen=True, slots=True)
+class TileCounts:
+    """What a block does for one KV tile, all warps together: counted by the emulator, and in the machine code.
+
+    Attributes
+    ----------
+    mma : int
+        ``mma.sync.m16n8k16``.
+    ldmatrix : int
+        Of four 8 x 8 matrices.
+    shared_bytes : int
+        That threads load from and store to shared memory besides, to exchange scores and weights for the most part.
+    copied_bytes : int
+        Of the KV, and of page ids, that asynchronous copies write to shared memory.
+    barriers : int
+        Arrivals of warps at named barriers.
+    arrivals : int
+        Of threads and copies at mbarriers.
+    """
+
+    mma: int
+    ldmatrix: int
+    shared_bytes: int
+    copied_bytes: int
+    barriers: int
+    arrivals: int
+
+    @property
+    def shared_clocks(self) -> float:
+        """Clocks that the path to shared memory is busy, at 128 bytes a clock; an ``ldmatrix`` takes four."""
+        return 4 * self.ldmatrix + (self.shared_bytes + self.copied_bytes) / 128
+
+
+@dataclass(frozen=True, slots=True)
 class RowClass:
     """Costs of one configuration.
 
@@ -100,10 +134,7 @@ class RowClass:
         From a block's first instruction to its first tile, and from its last to its end.
     tile_clocks : float
         Measured time of a tile: the chain of loads, products, exchange and softmax.
-    mma : int
-        Tensor-core instructions of a tile.
-    shared_clocks : float
-        Clocks that a tile occupies the path to shared memory.
+    counts : TileCounts
     blocks_per_sm : int
         Blocks that share a multiprocessor, and with it these times.
     least_capability : tuple of int
@@ -117,8 +148,7 @@ class RowClass:
     config: MmaKernelConfig
     start_us: float
     tile_clocks: float
-    mma: int
-    shared_clocks: float
+    counts: TileCounts
     blocks_per_sm: int = 1
     least_capability: tuple[int, int] = (8, 0)
     takes_lists: bool = True
@@ -126,25 +156,73 @@ class RowClass:
 
 
 ROW_CLASSES: Final = (
-    RowClass(NARROW, start_us=5.8, tile_clocks=832, mma=136, shared_clocks=592),
-    RowClass(ROWS_32, start_us=7.2, tile_clocks=1253, mma=272, shared_clocks=690),
-    RowClass(ROWS_32_PAIR, start_us=7.2, tile_clocks=2390, mma=544, shared_clocks=1380, blocks_per_sm=2),
+    RowClass(NARROW, start_us=5.8, tile_clocks=832, counts=TileCounts(136, 68, 16_896, 18_688, 4, 0)),
+    RowClass(ROWS_32, start_us=7.2, tile_clocks=1253, counts=TileCounts(272, 136, 32_768, 18_432, 8, 264)),
+    RowClass(
+        ROWS_32_PAIR,
+        start_us=7.2,
+        tile_clocks=2390,
+        counts=TileCounts(272, 136, 8_192, 18_432, 4, 132),
+        blocks_per_sm=2,
+    ),
     RowClass(
         ROWS_64_ROLES,
         start_us=14.0,
         tile_clocks=1566,
-        mma=544,
-        shared_clocks=884,
+        counts=TileCounts(544, 104, 48_656, 18_432, 16, 404),
         least_capability=(9, 0),
         takes_lists=False,
         least_page_size=TILE,
     ),
-    RowClass(ROWS_64, start_us=9.8, tile_clocks=1700, mma=544, shared_clocks=1360),
+    RowClass(ROWS_64, start_us=9.8, tile_clocks=1700, counts=TileCounts(544, 272, 16_384, 18_432, 8, 264)),
 )
 """Configurations to choose from, fewest rows first; of equal times the first one is taken."""
 
 # Where the tensor cores are the limit, as on no GPU that was measured, the chain around them still costs some time.
 _MMA_OVERHEAD = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted time of a call from a cold level-2 cache, and what it is made of, in microseconds.
+
+    Attributes
+    ----------
+    launch_us : float
+        Until the first block runs.
+    start_us : float
+        Of the first block: before its first KV tile and after its last.
+    chain_us : float
+        `start_us`, and the KV tiles of the blocks that follow each other on one multiprocessor.
+    memory_us : float
+        `start_us`, and all bytes at the bandwidths of memory and level-2 cache.
+    merge_us : float
+        Of the splits; 0 with one.
+    tile_limit : str
+        What takes the time of a tile: ``"latency of a tile"``, ``"tensor cores"`` or ``"shared memory"``.
+    inputs : mapping of str to float
+        Every number that the prediction was made of, by its name in this module.
+    """
+
+    launch_us: float
+    start_us: float
+    chain_us: float
+    memory_us: float
+    merge_us: float
+    tile_limit: str
+    inputs: Mapping[str, float]
+
+    @property
+    def total_us(self) -> float:
+        """Of the whole call."""
+        return self.launch_us + max(self.chain_us, self.memory_us) + self.merge_us
+
+    @property
+    def limit(self) -> str:
+        """What binds: ``"start and merge"`` where they take half of the time, else ``"memory"`` or `tile_limit`."""
+        if 2 * (self.launch_us + self.start_us + self.merge_us) > self.total_us:
+            return "start and merge"
+        return "memory" if self.memory_us >= self.chain_us else self.tile_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +239,15 @@ class Choice:
         Time of the whole call from a cold level-2 cache, if every request has the greatest length.
     reasons : tuple of str
         What decided, for people.
+    prediction : Prediction
+        What `predicted_us` is made of.
     """
 
     config: MmaKernelConfig
     num_splits: int
     predicted_us: float
     reasons: tuple[str, ...]
+    prediction: Prediction
 
 
 @functools.lru_cache(maxsize=4096)
@@ -244,7 +325,77 @@ def choose(
     bound = min(best)[0] * (1 + _ACCURACY)
     good = [(model.row_tiles(c), us, splits, c) for c, (us, splits) in zip(fitting, best, strict=True) if us <= bound]
     _, us, splits, row_class = min(good, key=lambda candidate: candidate[:3])
-    return Choice(row_class.config, splits, us, model.reasons(row_class, splits))
+    return Choice(row_class.config, splits, us, model.reasons(row_class, splits), model.prediction(row_class, splits))
+
+
+def choice_of(
+    config: MmaKernelConfig,
+    num_splits: int,
+    rows_per_request: int,
+    batch: int,
+    max_kv_len: int,
+    device: Device,
+    *,
+    partial_bytes: int = 2,
+    speed: Speed | None = None,
+) -> Choice:
+    """Predict a call with given constants and splits.
+
+    Parameters
+    ----------
+    config : MmaKernelConfig
+        Constants that are none of `ROW_CLASSES` cost what the nearest of them do: same rows, threads, kernel.
+    num_splits : int
+    rows_per_request, batch, max_kv_len, device, partial_bytes, speed
+        As in `choose`.
+    """
+    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes)
+    row_class = _nearest_class(config)
+    prediction = model.prediction(row_class, num_splits)
+    return Choice(config, num_splits, prediction.total_us, model.reasons(row_class, num_splits), prediction)
+
+
+def candidates(
+    rows_per_request: int,
+    batch: int,
+    max_kv_len: int,
+    device: Device,
+    *,
+    partial_bytes: int = 2,
+    page_size: int = 64,
+) -> list[tuple[MmaKernelConfig, int, float]]:
+    """List what a measurement may try, with predicted microseconds, the least of them first.
+
+    Every fitting configuration with every number of splits that fills a part of a wave of blocks, or a few.
+
+    Parameters
+    ----------
+    rows_per_request, batch, max_kv_len, device, partial_bytes, page_size
+        As in `choose`.
+    """
+    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed_of(device), partial_bytes)
+    # Whatever pages it was measured on: a measurement decides here.
+    classes = fitting_classes(device, page_size=max(page_size, TILE))
+    found = [
+        (c.config, splits, model.prediction(c, splits).total_us)
+        for c in classes
+        for splits in model.split_candidates(c, combine.MAX_SPLITS)
+    ]
+    return sorted(found, key=lambda each: each[2])
+
+
+def usable_splits(num_splits: int, max_kv_len: int) -> int:
+    """Return the least number of splits with runs as long as those of a given number: none of them is empty.
+
+    Parameters
+    ----------
+    num_splits : int
+    max_kv_len : int
+        Most tokens of a request.
+    """
+    tiles = max(1, _ceil(max_kv_len, TILE))
+    most = max(1, min(num_splits, tiles * TILE // TOKENS_PER_SPLIT))
+    return _ceil(tiles, _ceil(tiles, most))
 
 
 def fitting_classes(device: Device, is_sparse: bool = False, page_size: int = 64) -> list[RowClass]:
@@ -272,9 +423,17 @@ def start_tiles(config: MmaKernelConfig, device: Device) -> int:
     config : MmaKernelConfig
     device : Device
     """
-    row_class = min(ROW_CLASSES, key=lambda c: (c.config.rows != config.rows, c.config.threads != config.threads))
+    row_class = _nearest_class(config)
     tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2).tile_us(row_class)
     return max(1, round(_LATER_START * row_class.start_us / tile_us))
+
+
+def _nearest_class(config: MmaKernelConfig) -> RowClass:
+    def distance(row_class: RowClass) -> tuple[bool, ...]:
+        known = row_class.config
+        return known.rows != config.rows, known.threads != config.threads, known.kernel != config.kernel
+
+    return min(ROW_CLASSES, key=distance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,9 +467,17 @@ class _Model:
         counts = {min(max(splits, 1), most) for splits in wanted}
         return sorted({_ceil(self.tiles, _ceil(self.tiles, splits)) for splits in counts})
 
+    def tile_times(self, row_class: RowClass) -> dict[str, float]:
+        """Return the clocks of a tile by each of its limits."""
+        counts, blocks = row_class.counts, row_class.blocks_per_sm
+        return {
+            "latency of a tile": row_class.tile_clocks,
+            "tensor cores": _MMA_OVERHEAD * blocks * counts.mma * self.speed.mma_clocks,
+            "shared memory": blocks * counts.shared_clocks,
+        }
+
     def tile_us(self, row_class: RowClass) -> float:
-        tensor = _MMA_OVERHEAD * row_class.mma * self.speed.mma_clocks
-        return max(row_class.tile_clocks, tensor, row_class.shared_clocks) / self.speed.sm_ghz / 1e3
+        return max(self.tile_times(row_class).values()) / self.speed.sm_ghz / 1e3
 
     def partial_mb(self, splits: int) -> float:
         return splits * self.batch * self.rows * DL * self.partial_bytes / 1e6
@@ -339,6 +506,33 @@ class _Model:
             _LAUNCH_US
             + max(self.chain_us(row_class, splits), self.memory_us(row_class, splits))
             + self.merge_us(splits)
+        )
+
+    def prediction(self, row_class: RowClass, splits: int) -> Prediction:
+        times = self.tile_times(row_class)
+        row_tiles = self.row_tiles(row_class)
+        return Prediction(
+            launch_us=_LAUNCH_US,
+            start_us=row_class.start_us,
+            chain_us=self.chain_us(row_class, splits),
+            memory_us=self.memory_us(row_class, splits),
+            merge_us=self.merge_us(splits),
+            tile_limit=max(times, key=times.__getitem__),
+            inputs={
+                "num_sms": self.num_sms,
+                **asdict(self.speed),
+                "achievable_bandwidth": _ACHIEVABLE,
+                "row_tiles": row_tiles,
+                "splits": splits,
+                "blocks": self.batch * row_tiles * splits,
+                "waves": _ceil(self.batch * row_tiles * splits, self.slots(row_class)),
+                "tiles_per_block": _ceil(self.tiles, splits),
+                "start_us": row_class.start_us,
+                "tile_clocks": row_class.tile_clocks,
+                **{f"{name}_per_tile": count for name, count in asdict(row_class.counts).items()},
+                "kv_mb": self.batch * self.kv_len * _KV_ROW_BYTES / 1e6,
+                "partial_mb": 0.0 if splits == 1 else self.partial_mb(splits),
+            },
         )
 
     def reasons(self, row_class: RowClass, splits: int) -> tuple[str, ...]:

@@ -118,6 +118,31 @@ class Device:
         name, num_sms, shared_per_block, shared_per_sm, l2_bytes = _DATASHEET[capability]
         return cls(name, arch, num_sms, shared_per_block, shared_per_sm, l2_bytes, is_present=False)
 
+    @classmethod
+    def for_card(cls, card: str) -> "Device":
+        """Look up a card that predictions are made for, without a GPU.
+
+        Parameters
+        ----------
+        card : {"h200", "rtx-pro-6000", "rtx-5090"}
+
+        Returns
+        -------
+        Device
+
+        Raises
+        ------
+        UnsupportedError
+            There is no such card in the datasheet.
+        """
+        if card not in CARDS:
+            raise UnsupportedError(
+                f"card is {card!r}, which has no entry in the datasheet; known are {', '.join(CARDS)}. Name one of "
+                "them, or run on the card itself."
+            )
+        arch, name, num_sms, l2_bytes = CARDS[card]
+        return replace(cls.for_arch(arch), name=name, num_sms=num_sms, l2_bytes=l2_bytes)
+
 
 _KIB = 1024
 _MIB = 1024 * 1024
@@ -135,6 +160,13 @@ _DATASHEET: dict[tuple[int, int], tuple[str, int, int, int, int]] = {
     (12, 0): ("RTX PRO 6000 Blackwell", 188, 99 * _KIB, 100 * _KIB, 128 * _MIB),
     (12, 1): ("GB10", 48, 99 * _KIB, 100 * _KIB, 24 * _MIB),
 }
+# Architecture, name, multiprocessors and level-2 cache, from the vendor's data sheets.
+CARDS: dict[str, tuple[str, str, int, int]] = {
+    "h200": ("sm_90", "H200", 132, 50 * _MIB),
+    "rtx-pro-6000": ("sm_120", "RTX PRO 6000 Blackwell", 188, 128 * _MIB),
+    "rtx-5090": ("sm_120", "RTX 5090", 170, 96 * _MIB),
+}
+"""Cards by the name that predictions are asked for with."""
 
 
 def gpu_available() -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mlaflash.cost import Speed, speed_of
+from mlaflash.cost import speed_of
 from mlaflash.device import Device
 from mlaflash.params import DL, D, numpy_dtype
 from mlaflash.shape import VerifyShape
@@ -97,7 +97,7 @@ def roofline(shape: VerifyShape, device: Device | None = None, *, kv_lens: Seque
         other_bytes=len(lens) * shape.rows * (D * itemsize + DL * out_itemsize + 4),
         flop=2 * (D + DL) * shape.num_heads * int(seen.sum()),
         read_gb_s=speed.dram_gbps,
-        mma_tflop_s=None if shape.dtype == "float32" else _mma_tflop_s(speed, device),
+        mma_tflop_s=None if shape.dtype == "float32" else mma_tflop_s(device.num_sms, speed.sm_ghz, speed.mma_clocks),
     )
 
 
@@ -118,5 +118,13 @@ def visible(shape: VerifyShape, kv_lens: Sequence[int]) -> npt.NDArray[np.int64]
     return seen
 
 
-def _mma_tflop_s(speed: Speed, device: Device) -> float:
-    return _MMA_FLOP * device.num_sms * speed.sm_ghz / speed.mma_clocks / 1e3
+def mma_tflop_s(num_sms: float, sm_ghz: float, mma_clocks: float) -> float:
+    """Return the rate of the tensor cores by ``mma.sync``, in 1e12 operations a second.
+
+    Parameters
+    ----------
+    num_sms : float
+    sm_ghz, mma_clocks : float
+        As of `mlaflash.cost.Speed`.
+    """
+    return _MMA_FLOP * num_sms * sm_ghz / mma_clocks / 1e3

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mlaflash import combine, cost
+from mlaflash import combine, cost, tuned
 from mlaflash.device import Device, occupancy_blocks
 from mlaflash.errors import InvalidArgumentError, UnsupportedError
 from mlaflash.interop import ArrayView
@@ -185,7 +185,7 @@ def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, de
 
 
 def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) -> cost.Choice:
-    """Choose constants and splits of a tensor-core kernel; see `mlaflash.cost.choose`.
+    """Choose constants and splits of a tensor-core kernel; see `mlaflash.tuned.find` and `mlaflash.cost.choose`.
 
     Parameters
     ----------
@@ -196,6 +196,10 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
     """
     rows = max(1, problem.max_q_len * problem.num_heads)
     partial_bytes = 4 if problem.out_dtype == "float32" else 2
+    is_tuned = row_tile is None and not problem.is_sparse and partial_bytes == problem.kv.latent.itemsize == 2
+    known = tuned.find(rows, problem.batch, problem.max_kv_len, device, problem.page_size) if is_tuned else None
+    if known is not None:
+        return known
     return cost.choose(
         rows,
         max(1, problem.batch),

@@ -20,6 +20,7 @@ VARIABLES = (
     "MLAFLASH_DISABLE_JIT",
     "MLAFLASH_JIT_LINEINFO",
     "MLAFLASH_ARCH",
+    "MLAFLASH_TUNED",
     "CXX",
 )
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -46,6 +47,9 @@ class Settings:
         ``MLAFLASH_JIT_LINEINFO``: line tables in the compiled kernel, for profilers.
     arch : str or None
         ``MLAFLASH_ARCH``: target architecture instead of the device's own.
+    tuned : str or None
+        ``MLAFLASH_TUNED``: a file of measured choices that comes before those that are shipped; None is these alone,
+        the empty string none of them.
     cxx : str or None
         ``CXX``: the host compiler of the emulator; None lets the emulator look for one.
     """
@@ -55,6 +59,7 @@ class Settings:
     disable_jit: bool = False
     lineinfo: bool = False
     arch: str | None = None
+    tuned: str | None = None
     cxx: str | None = None
 
     @property
@@ -103,6 +108,7 @@ def settings() -> Settings:
         disable_jit=_flag("MLAFLASH_DISABLE_JIT"),
         lineinfo=_flag("MLAFLASH_JIT_LINEINFO"),
         arch=arch_override(),
+        tuned=tuned_override(),
         cxx=compiler_override(),
     )
 
@@ -110,6 +116,17 @@ def settings() -> Settings:
 def cache_settings() -> Settings:
     """Read ``MLAFLASH_CACHE_DIR`` alone: where the cache is depends on nothing else."""
     return Settings(cache_dir=os.environ.get("MLAFLASH_CACHE_DIR"))
+
+
+def tuned_override() -> str | None:
+    """Read ``MLAFLASH_TUNED`` alone, which every choice of a kernel does.
+
+    Returns
+    -------
+    str or None
+        A file of `mlaflash.tuned` that comes before those that are shipped; the empty string is no such file at all.
+    """
+    return os.environ.get("MLAFLASH_TUNED")
 
 
 def compiler_override() -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mlaflash import combine, cost, mask_pack, schedule
+from mlaflash import combine, cost, mask_pack, schedule, tuned
 from mlaflash.checks import integer
 from mlaflash.device import Device
 from mlaflash.errors import InvalidArgumentError
@@ -216,7 +216,7 @@ def call_launches(shape: VerifyShape, device: Device) -> tuple[Launch, ...]:
     chosen = schedule.plan(shape.problem(), device).config
     configs: list[Any] = [chosen] if isinstance(chosen, TileConfig) else []
     if shape.dtype != "float32":
-        configs += [c.config for c in cost.fitting_classes(device)]
+        configs += [*(c.config for c in cost.fitting_classes(device)), *tuned.configs(device)]
     # The fewer rows a call has, the more ways there are to merge its splits.
     least = replace(shape, batch=1, q_len=1).problem()
     return _distinct(

@@ -52,7 +52,7 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep the user's cache and environment out of every test."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        for variable in ("LOG", "DISABLE_JIT", "JIT_LINEINFO", "ARCH"):
+        for variable in ("LOG", "DISABLE_JIT", "JIT_LINEINFO", "ARCH", "TUNED"):
             patch.delenv(f"MLAFLASH_{variable}", raising=False)
         patch.setenv("MLAFLASH_CACHE_DIR", str(folder))
         yield folder

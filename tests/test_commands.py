@@ -102,9 +102,12 @@ def test_the_group_has_the_documented_commands() -> None:
     assert {" ".join(path) for path in commands()} == {
         "",
         "check",
+        "bench",
         "sweep",
+        "report",
         "plan",
         "compile",
+        "inspect",
         "info",
         "cache",
         "cache list",

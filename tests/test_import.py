@@ -85,6 +85,7 @@ LAYERS = [
         "tiles",
     },
     {"cost"},
+    {"tuned"},
     {"jit", "kv", "mask_pack", "oracle", "schedule"},
     {"reuse"},
     {"attention"},

@@ -14,6 +14,7 @@ VARIABLES = (
     "MLAFLASH_DISABLE_JIT",
     "MLAFLASH_JIT_LINEINFO",
     "MLAFLASH_ARCH",
+    "MLAFLASH_TUNED",
     "CXX",
 )
 
@@ -35,8 +36,9 @@ def test_every_variable_is_read_at_each_call(monkeypatch):
     monkeypatch.setenv("MLAFLASH_DISABLE_JIT", "1")
     monkeypatch.setenv("MLAFLASH_JIT_LINEINFO", "yes")
     monkeypatch.setenv("MLAFLASH_ARCH", "sm_120a")
+    monkeypatch.setenv("MLAFLASH_TUNED", "tuned.json")
     monkeypatch.setenv("CXX", "clang++")
-    assert settings() == Settings("~/kernels", "debug", True, True, "sm_120a", "clang++")
+    assert settings() == Settings("~/kernels", "debug", True, True, "sm_120a", "tuned.json", "clang++")
     assert settings().cache_path == Path.home() / "kernels"
     monkeypatch.setenv("MLAFLASH_DISABLE_JIT", "0")
     assert not settings().disable_jit

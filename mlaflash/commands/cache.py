@@ -11,6 +11,7 @@ from mlaflash.commands.options import FAILED, json_option
 from mlaflash.commands.render import Column
 from mlaflash.emulator.build import SUFFIX
 from mlaflash.jit.cache import CacheEntry, CubinCache, open_cache
+from mlaflash.lab.ceilings import CEILINGS_SUFFIX
 from mlaflash.lab.variants import form, spell
 
 _COLUMNS = (
@@ -85,10 +86,13 @@ def path() -> None:
 
 @cache.command("clear")
 def clear() -> None:
-    """Remove every compiled kernel, and nothing else."""
+    """Remove compiled kernels and measured ceilings, nothing else."""
     caches = open_all()
     if not caches:
         render.note(_OFF)
         return
     removed = sum(cache.clear() for cache in caches)
+    measured = open_cache(suffix=CEILINGS_SUFFIX)
+    if measured is not None:
+        measured.clear()
     render.line(f"{removed} kernels removed from {caches[0].path}")

@@ -26,7 +26,16 @@ def info(as_json: bool) -> None:
 
     Always prints: what cannot be found out is said where it would stand, and of a variable what is wrong with it.
     """
-    found = {
+    found = collect()
+    if as_json:
+        render.document(found)
+        return
+    render.facts(_lines(found).items())
+
+
+def collect() -> dict[str, Any]:
+    """Find out all of it; what cannot be is a document with why as its ``error``."""
+    return {
         "versions": _probe(versions),
         "platform": _probe(platform.platform),
         "gpus": _probe(_gpus),
@@ -36,10 +45,6 @@ def info(as_json: bool) -> None:
         "variables": {name: value for name, value in variables().items() if value is not None},
         "refused_variables": complaints(),
     }
-    if as_json:
-        render.document(found)
-        return
-    render.facts(_lines(found).items())
 
 
 def _probe(ask: Callable[[], Any]) -> Any:

@@ -9,12 +9,15 @@ import click
 
 import mlaflash
 from mlaflash.commands import render
+from mlaflash.commands.bench import bench
 from mlaflash.commands.cache import cache
 from mlaflash.commands.check import check
 from mlaflash.commands.compile import compile_
 from mlaflash.commands.info import info
+from mlaflash.commands.inspect import inspect
 from mlaflash.commands.options import FAILED, exit_status
 from mlaflash.commands.plan import plan
+from mlaflash.commands.report import report
 from mlaflash.commands.sglang_check import sglang_check
 from mlaflash.commands.sweep import sweep
 from mlaflash.errors import MlaFlashError
@@ -42,11 +45,11 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(mlaflash.__version__, prog_name="mlaflash")
 def main() -> None:
-    """MLA verify attention: check, sweep, explain and compile its CUDA kernels.
+    """MLA verify attention: check, time, sweep, explain, compile and inspect its CUDA kernels.
 
     Exit status: 0 passed, 1 wrong numbers or failed, 2 usage, 3 no GPU where one was asked for.
     """
 
 
-for _command in (check, sweep, plan, compile_, sglang_check, info, cache):
+for _command in (check, bench, sweep, report, plan, compile_, inspect, sglang_check, info, cache):
     main.add_command(_command)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
+from click.core import ParameterSource
 
+from mlaflash import tuned
 from mlaflash.commands import render
 from mlaflash.commands.options import (
     DTYPES,
@@ -20,20 +22,29 @@ from mlaflash.commands.options import (
     json_option,
 )
 from mlaflash.commands.render import Column
+from mlaflash.commands.tune import save_table, tune_suites
+from mlaflash.device import CARDS
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.lab.inputs import Case
 from mlaflash.lab.presets import KIMI_K2_SM_SCALE
-from mlaflash.lab.space import SPACES, check_axes, swept_kernels
-from mlaflash.lab.sweep import Record, RecordFile, Sweep, rank
+from mlaflash.lab.space import SPACES, all_axes, check_axes, swept_kernels
+from mlaflash.lab.suites import SUITES
+from mlaflash.lab.sweep import Record, RecordFile, Sweep, rank, restrict
 from mlaflash.lab.target import Target, select_target
+from mlaflash.schedule import MMA_KERNELS
 from mlaflash.tiles import KernelConfig
 
 _KV_LEN = {"gpu": 16384, "emulator": 128}
 _MASKS = ("causal", "none", "chain", "tree")
+_OF_ONE_PROBLEM = (
+    *("q_len", "heads", "kv_len", "batch", "dtype", "mask", "page_size", "sm_scale", "kernels", "device", "arch"),
+    *("out", "resume", "plot", *(axis.name for axis in all_axes())),
+)
 _FAILURES = ("wrong", "compile_failed", "launch_failed")
 
 
 @click.command()
+@click.option("--suite", "suites", type=click.Choice(tuple(SUITES)), multiple=True, help="Problems (repeatable), or:")
 @click.option("--q-len", type=click.IntRange(min=1), default=8, show_default=True, help="Draft tokens of a request.")
 @click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True, help="Query heads.")
 @click.option(
@@ -59,14 +70,24 @@ _FAILURES = ("wrong", "compile_failed", "launch_failed")
 @click.option("--samples", type=click.IntRange(min=1), default=30, show_default=True, help="Timings of a candidate.")
 @device_option
 @click.option("--arch", metavar="ARCH", help="Without a GPU: whose limits and code to use. By default sm_120.")
+@click.option("--budget", metavar="ARCH", help="On a GPU: keep the shared memory of another architecture.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     help="JSON Lines file to which each record is added as soon as it is there.",
 )
 @click.option("--resume", is_flag=True, help="Continue --out: skip what it holds of this problem and environment.")
-@json_option("one JSON line for each candidate")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a heat map, such as sweep.svg.")
+@click.option(
+    "--save-best",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Table of best choices, for MLAFLASH_TUNED; entries that it has of other problems stay.",
+)
+@click.option("--predict", "card", type=click.Choice(tuple(CARDS)), help="With --suite: the cost model's choices.")
+@click.option("--time-limit", type=click.FloatRange(min=0), help="With --suite: begin no problem after these seconds.")
+@json_option("one JSON line for each candidate; with --suite for each problem")
 def sweep(
+    suites: tuple[str, ...],
     q_len: int,
     heads: int,
     kv_len: int | None,
@@ -82,20 +103,34 @@ def sweep(
     arch: str | None,
     out: Path | None,
     resume: bool,
+    budget: str | None,
+    plot: Path | None,
+    save_best: Path | None,
+    card: str | None,
+    time_limit: float | None,
     as_json: bool,
     **constants: Any,
 ) -> None:
-    """Try a kernel's constants on one problem and rank them.
+    """Try kernels' constants on a problem or a suite; rank them.
 
     Each candidate is held against the oracle before it is timed. On a GPU the median time from a cold level-2 cache
     ranks; without one, which is no timing, those that spill registers come last, and the bytes of KV that the kernel
-    loads rank, then spilled bytes, shared memory and registers.
+    loads rank, then spilled bytes, shared memory and registers. With --suite, on a GPU: what the cost model finds
+    likely is tried for each problem, and the cost model's choice held against the best of it.
     """
+    if suites:
+        _refuse_given(_OF_ONE_PROBLEM, "with --suite, whose problems and candidates are fixed")
+        tune_suites(suites, seed, samples, budget, save_best, card, time_limit, as_json)
+        return
+    _refuse_given(("card", "time_limit"), "without --suite")
     if resume and out is None:
         raise InvalidArgumentError("--resume is given without --out. Name the file to continue.")
     if arch is not None and device == "gpu":
         raise InvalidArgumentError(f"--arch is {arch} with --device gpu, which has its own. Leave one out.")
-    target, reason = select_target("emulator" if arch else device, arch)
+    target, reason = select_target("emulator" if arch else device, arch, budget)
+    if target.kind != "gpu" and (budget is not None or save_best is not None):
+        name, value = ("--budget", budget) if budget is not None else ("--save-best", save_best)
+        raise InvalidArgumentError(f"{name} is {value} and there is no GPU to time on ({reason}). Leave it out.")
     chosen = given_axes(constants)
     names = kernels or tuple(swept_kernels(dtype, list(chosen)) or swept_kernels(dtype))
     check_axes(names, list(chosen))
@@ -114,8 +149,10 @@ def sweep(
         "sm_scale": sm_scale,
     }
     case = _case(options)
+    configs, passed_over = restrict(configs, target.device, case, chosen)
     where: dict[str, Any] = {"seed": seed, "device": target.kind}
     where |= {"samples": samples} if target.kind == "gpu" else {"arch": target.device.arch}
+    where |= {"budget": budget} if budget is not None else {}
 
     def command(config: KernelConfig) -> str:
         return repeat(config, options | where)
@@ -128,6 +165,8 @@ def sweep(
         with render.progress() as progress:
             found = run.run(configs, done=records, progress=progress)
             say(_where(target, case, len(configs), reason))
+            for why, count in passed_over.items():
+                say(f"{count} more {why}: passed over")
             if records:
                 say(f"{len(records)} of them are in {out} already")
             for record in records if as_json else ():
@@ -146,9 +185,37 @@ def sweep(
         render.note(text)
     if not as_json:
         _show(records, target)
-    passed = rank(records) and not any(record.status in _FAILURES for record in records)
-    if not passed:
+    ranked = rank(records)
+    if plot is not None:
+        from mlaflash.lab.plots import plot_sweep
+
+        plot_sweep(records, plot)
+    if save_best is not None:
+        _save_best(save_best, ranked, case, target, as_json)
+    if not ranked or any(record.status in _FAILURES for record in records):
         sys.exit(FAILED)
+
+
+def _refuse_given(names: Sequence[str], why: str) -> None:
+    context = click.get_current_context()
+    for param in context.command.params:
+        if param.name in names and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
+            raise InvalidArgumentError(f"{param.opts[0]} is given {why}. Leave it out.")
+
+
+def _save_best(path: Path, ranked: Sequence[Record], case: Case, target: Target, as_json: bool) -> None:
+    """Keep the fastest tensor-core candidate of one problem."""
+    tried = [record for record in ranked if record.kernel in MMA_KERNELS]
+    if not tried or case.dtype == "float32":
+        raise InvalidArgumentError("--save-best is given and no tensor-core kernel is ok; tables hold these alone.")
+    best = tried[0]
+    config = SPACES[best.kernel].config(**{name: value for name, value in best.config.items() if name != "nsplit"})
+    us = best.median_us or 0.0
+    rows = case.q_lens[0] * case.heads
+    entry = tuned.Entry(
+        rows, case.batch, case.kv_lens[0], case.page_size, cast(Any, config), best.config["nsplit"], us, us
+    )
+    save_table(path, target.device, [entry], is_predicted=False, say=render.note if as_json else render.line)
 
 
 def repeat(config: KernelConfig, options: Mapping[str, Any]) -> str:

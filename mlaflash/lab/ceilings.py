@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 import numpy as np
 
-from mlaflash.device import Device, parse_arch
+from mlaflash.device import Device, driver_version, parse_arch
+from mlaflash.jit.cache import make_key, open_cache
 from mlaflash.jit.compiler import compile_sources
 from mlaflash.jit.sources import kernel_root, read
+
+CEILINGS_SUFFIX: Final = ".ceilings"
+"""Ending of the files in the cache of compiled kernels that hold what was measured of a card."""
 
 _THREADS = 256
 _CHAINS = 8
@@ -40,6 +46,47 @@ class Ceilings:
     mma_tflop_s: float
     fma_tflop_s: float
     shared_tb_s: float
+
+
+def known_ceilings(device: Device, *, anew: bool = False) -> Ceilings:
+    """Return the rates of the current GPU: from the cache on disk, else measured and kept there.
+
+    Parameters
+    ----------
+    device : Device
+        The current one.
+    anew : bool
+        Measure whatever the cache holds.
+
+    Returns
+    -------
+    Ceilings
+    """
+    parts = {
+        "gpu": device.name,
+        "arch": device.arch,
+        "num_sms": device.num_sms,
+        "driver": driver_version(),
+        "sources": [read(kernel, kernel_root() / "lab").digest for kernel in ("ceilings", "flush")],
+    }
+    key = make_key(f"ceilings-{device.name}", parts)
+    cache = open_cache(suffix=CEILINGS_SUFFIX)
+    stored = cache.get(key) if cache and not anew else None
+    found = _read_ceilings(stored[0]) if stored else None
+    if found is None:
+        found = measure_ceilings(device)
+        if cache:
+            cache.put(key, json.dumps(asdict(found)).encode(), parts)
+    return found
+
+
+def _read_ceilings(payload: bytes) -> Ceilings | None:
+    try:
+        found = Ceilings(**json.loads(payload))
+    except (TypeError, ValueError):
+        return None
+    is_whole = all(isinstance(rate, float) and math.isfinite(rate) and rate > 0 for rate in asdict(found).values())
+    return found if is_whole else None
 
 
 def measure_ceilings(device: Device) -> Ceilings:

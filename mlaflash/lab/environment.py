@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import mlaflash
 from mlaflash.device import driver_version
@@ -34,6 +36,19 @@ def versions() -> dict[str, str | None]:
         "nvrtc": _or_none(nvrtc_version),
         "driver": _or_none(driver_version),
     }
+
+
+def revision() -> str | None:
+    """Tell the git revision of the checkout that runs, with ``-dirty`` where it was changed; None without one."""
+    root = Path(mlaflash.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
 
 
 def sources_digest() -> str:

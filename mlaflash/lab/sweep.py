@@ -7,14 +7,17 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from mlaflash import oracle
+from mlaflash.cost import TOKENS_PER_SPLIT
+from mlaflash.device import Device
 from mlaflash.errors import (
     CompileError,
     EmulatorError,
@@ -31,11 +34,18 @@ from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.environment import versions
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.target import Built, Target, build_all, built_key, no_progress, read_problem
+from mlaflash.lab.timing import Timing
 from mlaflash.masks import TreeMask
 from mlaflash.params import DL, D
 from mlaflash.problem import Problem
 from mlaflash.schedule import Launch, Schedule
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
+
+FIRST_SAMPLES: Final = 3
+"""Timings of a candidate, after which one that is hopeless is left alone."""
+
+HOPELESS: Final = 1.5
+"""Times the best median so far that makes it so."""
 
 _RECORD_START = b'{"kernel": "'
 
@@ -52,7 +62,7 @@ class Record:
     config : dict of str to int
     status : {"ok", "invalid", "compile_failed", "launch_failed", "wrong"}
     reason : str
-        Empty where `status` is ``"ok"``.
+        Where `status` is ``"ok"`` empty, or why it was timed a few times only.
     median_us, p10_us, p90_us : float or None
         Time from a cold level-2 cache; None where there is no GPU, or nothing to time.
     kv_bytes : int or None
@@ -230,6 +240,7 @@ class Sweep:
         self.seed = seed
         self.samples = samples
         self.notes: list[str] = []
+        self._best_us = math.inf
         self._command = command
         self._problem = problem_fields(case)
         self._versions = versions()
@@ -348,7 +359,7 @@ class Sweep:
         if not comparison.passed:
             return self._record(candidate, "wrong", describe(comparison), **found)
         try:
-            timing = self.target.time(loaded, candidate.kernel, candidate.config, self.samples)
+            timing, reason = self._time(loaded, candidate)
         except LaunchError as error:
             return self._record(candidate, "launch_failed", str(error), **found)
         if timing is not None:
@@ -357,7 +368,19 @@ class Sweep:
                 "p10_us": round(timing.p10_us, 2),
                 "p90_us": round(timing.p90_us, 2),
             }
-        return self._record(candidate, "ok", "", **found)
+        return self._record(candidate, "ok", reason, **found)
+
+    def _time(self, loaded: Mapping[str, Any], candidate: _Candidate) -> tuple[Timing | None, str]:
+        """Time a candidate; one of which no first timing is near the best so far is left at these."""
+        if math.isfinite(self._best_us) and self.samples > FIRST_SAMPLES:
+            first = self.target.time(loaded, candidate.kernel, candidate.config, FIRST_SAMPLES)
+            ratio = min(first.samples_us) / self._best_us if first else 0.0
+            if ratio > HOPELESS:
+                return first, f"{ratio:.1f} times the best after {FIRST_SAMPLES} timings, and timed no more"
+        timing = self.target.time(loaded, candidate.kernel, candidate.config, self.samples)
+        if timing is not None:
+            self._best_us = min(self._best_us, timing.median_us)
+        return timing, ""
 
     def _usage(self, schedule: Schedule) -> dict[str, Any]:
         """Ask the compiler for registers and spills of the kernel that reads the KV."""
@@ -408,6 +431,40 @@ class Sweep:
             key=self.key,
             **fields,
         )
+
+
+def restrict(
+    configs: Iterable[KernelConfig], device: Device, case: Case, given: Iterable[str]
+) -> tuple[list[KernelConfig], Counter[str]]:
+    """Pass over candidates that cannot be of use; constants that a user gave are tried whatever they are.
+
+    Parameters
+    ----------
+    configs : iterable of KernelConfig
+    device : Device
+    case : Case
+    given : iterable of str
+        Names of the axes that the user gave values for.
+
+    Returns
+    -------
+    kept : list of KernelConfig
+    passed_over : Counter of str
+        How many of the others, by the reason.
+    """
+    names = set(given)
+    kept: list[KernelConfig] = []
+    passed_over = Counter[str]()
+    most = max(1, max(case.kv_lens, default=0) // TOKENS_PER_SPLIT)
+    for config in configs:
+        own = {name for name in config.as_dict() if name != "nsplit"}
+        if not own & names and config.shared_bytes(case.dtype) > device.shared_per_block:
+            passed_over[f"ask for more than {device.shared_per_block} bytes of shared memory a block"] += 1
+        elif "nsplit" not in names and config.as_dict().get("nsplit", 1) > most:
+            passed_over[f"have splits of less than {TOKENS_PER_SPLIT} tokens"] += 1
+        else:
+            kept.append(config)
+    return kept, passed_over
 
 
 def _candidate_id(config: KernelConfig) -> tuple[str, str]:

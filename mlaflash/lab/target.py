@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mlaflash.device import Device, gpu_available
+from mlaflash.device import Device, apply_budget, gpu_available
 from mlaflash.errors import CompileError, LaunchError, MissingDependencyError, MlaFlashError, NoDeviceError
 from mlaflash.interop import numpy_view
 from mlaflash.jit import compiler_threads
@@ -249,6 +249,11 @@ class EmulatorTarget(Target):
 class GpuTarget(Target):
     """CuPy's current GPU.
 
+    Parameters
+    ----------
+    budget : str or None
+        Architecture whose shared memory to keep to.
+
     Raises
     ------
     MissingDependencyError
@@ -261,9 +266,11 @@ class GpuTarget(Target):
 
     kind: Kind = "gpu"
 
-    def __init__(self) -> None:
-        self.device = Device.current()
+    def __init__(self, budget: str | None = None) -> None:
+        device = Device.current()
+        self.device = device if budget is None else apply_budget(device, budget)
         self.name = self.device.name
+        self._budget = budget
 
     def load(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Copy them to the GPU."""
@@ -276,7 +283,8 @@ class GpuTarget(Target):
         from mlaflash.attention import prepare
 
         try:
-            call = prepare(**loaded, kernel=kernel, tiles=config, validate=True, read=_reader(loaded))
+            options: dict[str, Any] = {"kernel": kernel, "tiles": config, "budget": self._budget}
+            call = prepare(**loaded, **options, validate=True, read=_reader(loaded))
             call.launch()
             out, lse = call.results()
             return Result(out.get(), lse.get(), None)
@@ -296,8 +304,11 @@ class GpuTarget(Target):
         from mlaflash.attention import prepare
 
         try:
-            call = prepare(**loaded, kernel=kernel, tiles=config, read=_reader(loaded))
-            return measure(call.launch, self.device, samples=samples)
+            # Of its own: on the legacy stream no launch starts before the one before it has ended.
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                cupy.cuda.runtime.deviceSynchronize()
+                call = prepare(**loaded, kernel=kernel, tiles=config, budget=self._budget, read=_reader(loaded))
+                return measure(call.launch, self.device, stream=stream, samples=samples)
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
             raise _launch_error(kernel, config, error) from error
 
@@ -334,7 +345,7 @@ def device_or_default(arch: str | None = None) -> Device:
         return Device.for_arch(DEFAULT_ARCH)
 
 
-def select_target(choice: str, arch: str | None = None) -> tuple[Target, str]:
+def select_target(choice: str, arch: str | None = None, budget: str | None = None) -> tuple[Target, str]:
     """Choose where to run.
 
     Parameters
@@ -343,6 +354,8 @@ def select_target(choice: str, arch: str | None = None) -> tuple[Target, str]:
         ``auto`` is the GPU where one can be used.
     arch : str or None
         Whose limits the emulator keeps; None is ``MLAFLASH_ARCH``, else sm_120.
+    budget : str or None
+        Architecture whose shared memory a GPU keeps to.
 
     Returns
     -------
@@ -358,13 +371,13 @@ def select_target(choice: str, arch: str | None = None) -> tuple[Target, str]:
     reason = ""
     if choice == "gpu":
         try:
-            return GpuTarget(), ""
+            return GpuTarget(budget), ""
         except MissingDependencyError as error:
             raise NoDeviceError(str(error)) from error
     if choice == "auto":
         try:
             if gpu_available():
-                return GpuTarget(), ""
+                return GpuTarget(budget), ""
             reason = "no GPU that CUDA can use"
         except MlaFlashError as error:
             reason = str(error)

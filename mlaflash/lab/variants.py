@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mlaflash import combine, cost, mask_pack
+from mlaflash import combine, cost, mask_pack, tuned
 from mlaflash.device import Device
 from mlaflash.distributed import merging
 from mlaflash.errors import CompileError, UnsupportedError
@@ -156,6 +156,17 @@ def spell(config: Mapping[str, Any]) -> str:
         else:
             words.append(str(value) if name == "dtype" else f"{name}={value}")
     return " ".join(words)
+
+
+def is_plain(config: Mapping[str, Any]) -> bool:
+    """Whether a form has no feature that most calls do without, and is not that of deterministic calls.
+
+    Parameters
+    ----------
+    config : mapping of str to Any
+        From `form`.
+    """
+    return not any(config.get(name) for name in (*_FEATURES, "deterministic"))
 
 
 def variants(
@@ -345,5 +356,7 @@ def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv:
 def _shipped(kernel: str, problem: Problem, device: Device) -> list[KernelConfig | None]:
     """List the constants that a call chooses; None where there are none to choose."""
     if kernel in MMA_KERNELS:
-        return [c.config for c in cost.fitting_classes(device, problem.is_sparse) if c.config.kernel == kernel]
+        chosen = [c.config for c in cost.fitting_classes(device, problem.is_sparse)]
+        chosen += [] if problem.is_sparse else tuned.configs(device)
+        return [config for config in dict.fromkeys(chosen) if config.kernel == kernel]
     return [plan(problem, device, kernel=kernel).config] if SPACES[kernel].axes else [None]
