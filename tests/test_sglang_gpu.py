@@ -95,7 +95,7 @@ def test_f9_a_graph_replays_with_other_lengths_ids_and_masks(engine: Engine, top
             "mask_indptr": mask_indptr,
         }
     )
-    backend = _backend(engine, metadata, pool, batch, room, topk, "cuda")
+    backend = _backend(engine, metadata, [pool], batch, room, topk, "cuda")
     layer, forward_batch = _layer(engine, heads), _forward_batch()
     forward_batch._attn_output = out
 

@@ -22,7 +22,8 @@ _COLUMNS = (
     Column("draft", head=True),
     Column("from oracle"),
     Column("from SGLang"),
-    Column("mlaflash, us"),
+    Column("planning, us"),
+    Column("a layer, us"),
     Column("SGLang, us"),
     Column("ratio"),
     Column("", "left", head=True),
@@ -36,8 +37,9 @@ def sglang_check(only_sources: bool, as_json: bool) -> None:
     """Check the plugin against an installed SGLang.
 
     No server is started. First the sources that the plugin reaches into are compared with those it was made for. Then
-    the Triton backend's own verify call runs on synthetic batches with mlaflash's kernels and with SGLang's, and both
-    are held against the oracle and timed.
+    the Triton backend's own verify call runs on synthetic batches with mlaflash's kernels and with SGLang's. mlaflash's
+    results are held against the oracle and against SGLang's, and both are timed: a call, as each layer makes one, and
+    what planning adds to the first of a step.
     """
     started = time.perf_counter()
     say = render.note if as_json else render.paragraph
@@ -48,16 +50,19 @@ def sglang_check(only_sources: bool, as_json: bool) -> None:
     for line in different:
         render.note(f"FAIL {line}")
     outcomes: list[Outcome] = []
+    gpu = None
     if not different and not only_sources:
-        device = Device.current()
-        say(f"verify calls of TritonAttnBackend on {device.name}: MLA, bfloat16, ragged prefixes, scattered slots")
+        gpu = Device.current().name
+        say(f"verify calls of TritonAttnBackend on {gpu}: MLA, bfloat16, ragged prefixes, scattered slots")
         with render.progress() as progress:
             outcomes = list(check_engine(load_engine(), progress=progress))
     failed = [outcome for outcome in outcomes if outcome.failure]
     passed = not different and not failed
     if as_json:
         results = [outcome.as_dict() for outcome in outcomes]
-        render.document({"version": version, "passed": passed, "differences": different, "results": results})
+        render.document(
+            {"version": version, "device": gpu, "passed": passed, "differences": different, "results": results}
+        )
     elif outcomes:
         render.table(_COLUMNS, [_row(outcome) for outcome in outcomes])
     for outcome in failed:
@@ -68,7 +73,7 @@ def sglang_check(only_sources: bool, as_json: bool) -> None:
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
-    times = outcome.mlaflash_us, outcome.sglang_us
+    times = outcome.step_us, outcome.layer_us, outcome.sglang_us
     return (
         outcome.kind,
         str(outcome.batch),
@@ -76,7 +81,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         str(outcome.q_len),
         f"{outcome.oracle_error:.1e}" if outcome.oracle_error is not None else "-",
         f"{outcome.sglang_error:.1e}",
-        *(f"{us:.1f}" if us else "-" for us in times),
-        f"{times[1] / times[0]:.1f}x" if times[0] and times[1] else "-",
+        *("-" if us is None else f"{us:.1f}" for us in times),
+        f"{outcome.sglang_us / outcome.layer_us:.1f}x" if outcome.sglang_us and outcome.layer_us else "-",
         "FAIL" if outcome.failure else "ok",
     )
