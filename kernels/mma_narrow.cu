@@ -10,55 +10,67 @@
 //         add their partial scores through shared memory. Two KV groups (or two blocks on an SM) take turns and hide
 //         each other's latency. DETERMINISTIC: a block computes chunks one after the other, each from nothing.
 // Source: the online softmax over KV tiles of FlashAttention (arXiv:2205.14135), split over KV as in Flash-Decoding.
-#include "mma.cuh"
+#include "mma_fp8.cuh"
 
 constexpr int COLUMN_WARPS = 4;
 constexpr int WARPS = KV_GROUPS * COLUMN_WARPS;
 constexpr int THREADS = WARPS * WARP;
-constexpr int MIN_BLOCKS = KV_GROUPS == 1 ? 2 : 1;
+constexpr int MIN_BLOCKS = KV_GROUPS == 2 ? 1 : FP8 && STEP_TILES == 1 ? 3 : 2;
+constexpr int STEP = STEP_TILES * TILE;  // tokens that a group takes at once
 
-// A warp's slice of a KV row, and of a q row.
-constexpr int LATENT_BYTES = DL / COLUMN_WARPS * 2;
-constexpr int ROPE_BYTES = DR / COLUMN_WARPS * 2;
-constexpr int PITCH = LATENT_BYTES + ROPE_BYTES;
-constexpr int K_STEPS = PITCH / 32;         // products of 16 dims in the warp's part of q K
-constexpr int V_STEPS = LATENT_BYTES / 32;  // 16-column pieces of its part of P V
+// A warp's slice of a q row, and of a KV row where that has 16 bits.
+constexpr int Q_LATENT_BYTES = DL / COLUMN_WARPS * 2;
+constexpr int Q_ROPE_BYTES = DR / COLUMN_WARPS * 2;
+constexpr int Q_PITCH = Q_LATENT_BYTES + Q_ROPE_BYTES;
+// Its slice of a KV row. In 8 bits its pitch is an odd multiple of 16 bytes, so that the 8 rows of an ldmatrix phase
+// hit all 32 banks; with TOKEN_SCALES the last 16 bytes hold the token's scale of the warp's columns.
+constexpr int LATENT_BYTES = Q_LATENT_BYTES / (FP8 ? 2 : 1);
+constexpr int ROPE_BYTES = Q_ROPE_BYTES / (KV_DTYPE == FLOAT8_E4M3 ? 2 : 1);
+constexpr int PITCH = LATENT_BYTES + ROPE_BYTES + (TOKEN_SCALES ? 16 : 0);
+constexpr int K_STEPS = Q_PITCH / 32;         // products of 16 dims in the warp's part of q K
+constexpr int V_STEPS = Q_LATENT_BYTES / 32;  // 16-column pieces of its part of P V
+constexpr int Q_STEPS = K_STEPS + (TOKEN_SCALES && Q_DTYPE == FLOAT16 ? 1 : 0);  // operands of q, see load_q_fp8()
 constexpr int O_TILES = V_STEPS * 2;
 constexpr int FINAL_TILES = O_TILES / KV_GROUPS;  // of them, those that a warp stores
 constexpr int K_AHEAD = 2;                        // ldmatrix in flight before the product that uses the first
 
 static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of their columns");
 static_assert(STAGES >= 2, "one tile is read while the next one is copied");
+static_assert(STEP_TILES == 1 || (STEP_TILES == 2 && FP8), "two tiles of 16 bits leave no registers");
+static_assert(!DETERMINISTIC || !FP8, "no such build");
+static_assert(!TOKEN_SCALES || SCALED_COLUMNS == DL / COLUMN_WARPS, "a warp's columns share a scale");
 static_assert(KV_GROUPS == 1 || !DETERMINISTIC, "a chunk is one chain of tiles");
 static_assert(!PLANNED || PLANNED_ROWS == TILE, "the list has row tiles of this kernel");
 static_assert(EXCHANGE_BUFFERS == 1 || EXCHANGE_BUFFERS == 2, "one buffer costs a second barrier a tile");
 
 struct Smem {
-  // A stage: 16 rows of a slice, then u32 [16], the page ids of the tile that comes to this stage next.
-  static constexpr u32 IDS = TILE * PITCH;
-  static constexpr u32 STAGE_BYTES = IDS + TILE * 4;
+  // A stage: rows of a slice, then u32 [STEP], the page ids of the tokens that come to this stage next.
+  static constexpr u32 IDS = STEP * PITCH;
+  static constexpr u32 STAGE_BYTES = IDS + STEP * 4;
   static constexpr u32 RING_BYTES = STAGES * STAGE_BYTES;
-  static constexpr u32 SCORE_BYTES = WARP * 16;         // 16 x 8 scores, four a lane
-  static constexpr u32 SCORES_BYTES = 2 * SCORE_BYTES;  // a warp's 16 x 16
+  static constexpr u32 SCORE_BYTES = WARP * 16;                      // 16 x 8 scores, four a lane
+  static constexpr u32 SCORES_BYTES = STEP_TILES * 2 * SCORE_BYTES;  // a warp's
   static constexpr u32 BUFFER_BYTES = WARPS * SCORES_BYTES;
-  // [WARPS][STAGES] KV tiles; before them q, after them o.
+  // [WARPS][STAGES] KV tiles; before them q in 16 bits, after them new rows beside an 8-bit cache, and o.
   static constexpr u32 RINGS = 0;
-  // float32 [EXCHANGE_BUFFERS][WARPS][2][32][4] partial scores.
+  // float32 [EXCHANGE_BUFFERS][WARPS][STEP_TILES][2][32][4] partial scores.
   static constexpr u32 EXCHANGE = RINGS + WARPS * RING_BYTES;
   static constexpr u32 BYTES = EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;
 };
-static_assert((FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES,
+static_assert(KV_GROUPS == 1 || (FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES,
               "half of o and the softmax state fit a warp's ring");
 
-// A slice in shared memory: rows of PITCH bytes, in which the 16-byte chunk c of row r lies at c ^ (r / 4 % 2). PITCH
-// is 8 banks modulo 32, so that rows 0-3 and, moved by a chunk, rows 4-7 of an ldmatrix phase hit all 32 banks.
-DEVICE u32 slice_offset(int row, int chunk) { return row * PITCH + (chunk ^ (row >> 2 & 1)) * 16; }
+// A 16-bit slice in shared memory: rows of Q_PITCH bytes, in which the 16-byte chunk c of row r lies at c ^ (r / 4 %
+// 2). Q_PITCH is 8 banks modulo 32, so that rows 0-3 and, moved by a chunk, rows 4-7 of an ldmatrix phase hit all 32
+// banks.
+DEVICE u32 slice_offset_16(int row, int chunk) { return row * Q_PITCH + (chunk ^ (row >> 2 & 1)) * 16; }
+DEVICE u32 slice_offset(int row, int chunk) { return FP8 ? row * PITCH + chunk * 16 : slice_offset_16(row, chunk); }
 
 struct Warp {
   int lane, group, column;  // column: which of the COLUMN_WARPS slices
   u32 ring;
-  u32 keys;    // the lane's ldmatrix row in stage 0: of K, the B operand of q K
-  u32 values;  // of V, transposed, the B operand of P V; and of q, the A operand
+  u32 keys;    // the lane's ldmatrix row in stage 0: of K, the B operand of q K; in 8 bits of its rope columns
+  u32 values;  // of V, transposed, the B operand of P V; and of q, the A operand; in 8 bits of K
   u32 scores;  // the lane's place in exchange buffer 0, column warp 0 of the group
 };
 
@@ -118,6 +130,37 @@ DEVICE void copy_slice(const Warp& w, u32 stage, KvRow row) {
     cp_async_16_zfill(dst, src, base ? 16 : 0);
 }
 
+template <bool ALL>
+DEVICE void copy_16(u32 dst, const u8* row, int offset) {
+  if constexpr (ALL)
+    cp_async_16(dst, row + offset);
+  else
+    cp_async_16_zfill(dst, row + offset, row ? 16 : 0);
+}
+
+// The same in 8 bits, of STEP rows: lane l holds the addresses of row l % STEP.
+template <bool ALL>
+DEVICE void copy_slice_fp8(const Warp& w, u32 stage, KvRow row) {
+  constexpr int LANES = LATENT_BYTES / 16, ROPE_LANES = ROPE_BYTES / 16;
+#pragma unroll
+  for (int i = 0; i < STEP * LANES / WARP; i++) {
+    const int copied = i * (WARP / LANES) + w.lane / LANES;
+    copy_16<ALL>(stage + slice_offset(copied, w.lane % LANES), (const u8*)shfl_u64((u64)row.c, copied),
+                 w.column * LATENT_BYTES + w.lane % LANES * 16);
+  }
+#pragma unroll
+  for (int i = 0; i < (STEP * ROPE_LANES + WARP - 1) / WARP; i++) {
+    const int copied = i * (WARP / ROPE_LANES) + w.lane / ROPE_LANES;
+    const u8* pe = ROPE_LANES == 1 ? row.pe : (const u8*)shfl_u64((u64)row.pe, copied);
+    if (copied < STEP)
+      copy_16<ALL>(stage + slice_offset(copied, LATENT_BYTES / 16 + w.lane % ROPE_LANES), pe,
+                   w.column * ROPE_BYTES + w.lane % ROPE_LANES * 16);
+  }
+  if (TOKEN_SCALES && w.lane < STEP)
+    cp_async_4_zfill(stage + w.lane * PITCH + LATENT_BYTES + ROPE_BYTES, row.c + SCALE_OFFSET + w.column * 4,
+                     row.c ? 4 : 0);
+}
+
 DEVICE void copy_q(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, u32 stage) {
   const int row = rows.first + w.lane % TILE;
   const int token = row / p.num_heads, head = row - token * p.num_heads;
@@ -130,7 +173,7 @@ DEVICE void copy_q(const VerifyParams& p, const Request& r, const RowTile& rows,
 struct Source {
   const u8* ids;    // the request's page ids
   int last_cached;  // the cache's last token, below 0 for none; those after it are rows of new_kv_c and new_k_pe
-  int tile, end;    // next tile to copy; the split's tiles end here
+  int tile, end;    // next tile to copy; the split's tiles end here; in 8 bits those that the cache holds
   int masked;       // every row sees all tokens of the tiles before this one, and the cache holds them
   u32 listed[STAGES] = {};  // SPARSE_IDS: listed_bits() of the tiles in the ring, the oldest first
 };
@@ -140,14 +183,15 @@ DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile
   Source s;
   s.ids = (const u8*)p.page_ids + r.id_begin * (p.wide_ids ? 8 : 4);
   s.last_cached = (NEW_KV ? r.kv_len - r.q_len : r.kv_len) - 1;
-  s.tile = tiles.begin + w.group;
+  s.tile = tiles.begin + w.group * STEP_TILES;
   s.end = tiles.end;
   s.masked = min_int(s.end, first_masked_tile(p, r, rows));
   if (NEW_KV) s.masked = min_int(s.masked, max_int(s.last_cached + 1, 0) / TILE);
+  if (NEW_KV && FP8) s.end = min_int(s.end, (s.last_cached + TILE) / TILE);
   return s;
 }
 
-DEVICE int token_of(const Warp& w, int tile) { return tile * TILE + w.lane % TILE; }
+DEVICE int token_of(const Warp& w, int tile) { return tile * TILE + w.lane % STEP; }
 
 // Where the page id of the lane's token in a tile is; past the last cached token, that of the last one: some id can
 // always be read. The low word of a 64-bit id is enough: pools have fewer than 2^31 pages.
@@ -162,6 +206,7 @@ DEVICE KvRow cached_row(const VerifyParams& p, u32 id, int token) {
   const i32 page = (i32)id, slot = token - (i32)page_of(p, token) * p.page_size;
   const i64 c = mad_wide_i32(page, (i32)p.kv_c_stride_page, mad_wide_i32(slot, (i32)p.kv_c_stride_token, 0));
   const u8* c_ptr = element_ptr<KV_DTYPE>(p.kv_c, c);
+  if (TOKEN_SCALES) return {c_ptr, c_ptr + ROPE_OFFSET};
   if (!SPLIT_KV) return {c_ptr, c_ptr + DL * element_bytes<KV_DTYPE>()};
   const i64 pe = mad_wide_i32(page, (i32)p.k_pe_stride_page, mad_wide_i32(slot, (i32)p.k_pe_stride_token, 0));
   return {c_ptr, element_ptr<KV_DTYPE>(p.k_pe, pe)};
@@ -169,8 +214,8 @@ DEVICE KvRow cached_row(const VerifyParams& p, u32 id, int token) {
 
 DEVICE KvRow new_row(const VerifyParams& p, const Request& r, int token) {
   const i64 row = r.q_begin + token - (r.kv_len - r.q_len);
-  return {element_ptr<KV_DTYPE>(p.new_kv_c, row * p.new_kv_c_stride),
-          element_ptr<KV_DTYPE>(p.new_k_pe, row * p.new_k_pe_stride)};
+  return {element_ptr<Q_DTYPE>(p.new_kv_c, row * p.new_kv_c_stride),
+          element_ptr<Q_DTYPE>(p.new_k_pe, row * p.new_k_pe_stride)};
 }
 
 // Some row of the block sees the token. Others become zeros: their weight is 0, but 0 times a NaN is not.
@@ -184,21 +229,35 @@ DEVICE bool is_seen(const VerifyParams& p, const Request& r, const RowTile& rows
 DEVICE KvRow masked_row(const VerifyParams& p, const Request& r, const RowTile& rows, const Source& s, u32 id,
                         int token) {
   if (!is_seen(p, r, rows, token)) return {nullptr, nullptr};
+  if (FP8) return token <= s.last_cached && token < s.end * TILE ? cached_row(p, id, token) : KvRow{nullptr, nullptr};
   return NEW_KV && token > s.last_cached ? new_row(p, r, token) : cached_row(p, id, token);
 }
 
 // The page id of the lane's token in the next tile, which goes to `stage`: it came with that stage's last copies.
 DEVICE u32 copied_id(const Warp& w, const Source& s, u32 stage) {
-  return has_ids(s, s.tile) ? ld_shared_u32(stage + Smem::IDS + w.lane % TILE * 4) : 0;
+  return has_ids(s, s.tile) ? ld_shared_u32(stage + Smem::IDS + w.lane % STEP * 4) : 0;
+}
+
+template <bool ALL>
+DEVICE void copy_rows(const Warp& w, u32 stage, KvRow row) {
+  if constexpr (FP8)
+    copy_slice_fp8<ALL>(w, stage, row);
+  else
+    copy_slice<ALL>(w, stage, row);
+}
+
+// The tokens that the ring takes end here.
+DEVICE int cached_end(const Source& s) {
+  return STEP_TILES == 1 ? s.last_cached + 1 : min_int(s.last_cached + 1, s.end * TILE);
 }
 
 // SPARSE_IDS: copies the tile whose listed_bits() are `bits`, and adds them to those of the ring.
 DEVICE void copy_listed(const Warp& w, Source& s, u32 stage, KvRow row, u32 bits) {
   if (s.tile < s.end) {
     if (bits == ~0u)
-      copy_slice<true>(w, stage, row);
+      copy_rows<true>(w, stage, row);
     else
-      copy_slice<false>(w, stage, bits >> w.lane & 1 ? row : KvRow{nullptr, nullptr});
+      copy_rows<false>(w, stage, bits >> w.lane & 1 ? row : KvRow{nullptr, nullptr});
   }
 #pragma unroll
   for (int i = 1; i < STAGES; i++) s.listed[i - 1] = s.listed[i];
@@ -214,23 +273,23 @@ DEVICE void copy_tile(const VerifyParams& p, const Request& r, const RowTile& ro
   const KvRow row = cached_row(p, id, token);
   warp_sync();  // orders all lanes' reads of the stage before the copies that overwrite it
   if constexpr (SPARSE_IDS) {
-    copy_listed(w, s, stage, row, listed_bits(id, token, s.last_cached + 1));
-  } else if (s.tile < s.masked) {
-    copy_slice<true>(w, stage, row);
+    copy_listed(w, s, stage, row, listed_bits(id, token, cached_end(s)));
+  } else if (s.tile + STEP_TILES - 1 < s.masked) {
+    copy_rows<true>(w, stage, row);
   } else if (s.tile < s.end) {
-    copy_slice<false>(w, stage, masked_row(p, r, rows, s, id, token));
+    copy_rows<false>(w, stage, masked_row(p, r, rows, s, id, token));
   }
-  const int later = s.tile + STAGES * KV_GROUPS;
-  if (w.lane < TILE && has_ids(s, later)) cp_async_4(stage + Smem::IDS + w.lane * 4, id_ptr(p, w, s, later));
+  const int later = s.tile + STAGES * KV_GROUPS * STEP_TILES;
+  if (w.lane < STEP && has_ids(s, later)) cp_async_4(stage + Smem::IDS + w.lane * 4, id_ptr(p, w, s, later));
   cp_async_commit();
-  s.tile += KV_GROUPS;
+  s.tile += KV_GROUPS * STEP_TILES;
 }
 
 // --- one tile ------------------------------------------------------------------------------------------------------
 
 // The warp's part of q K^T: 16 rows x 16 tokens, over its 144 dims; two sums, because an mma waits long for the one
 // before it.
-DEVICE void partial_scores(const u32 (&q)[K_STEPS][4], u32 keys, float (&sums)[2][2][4]) {
+DEVICE void partial_scores(const u32 (&q)[Q_STEPS][4], u32 keys, float (&sums)[2][2][4]) {
   u32 k[K_AHEAD + 1][4];
 #pragma unroll
   for (int i = 0; i < K_AHEAD; i++) ldmatrix_x4(k[i], keys + i * 32);
@@ -248,42 +307,51 @@ DEVICE void load_values(u32 values, u32 (&v)[V_STEPS][4]) {
   for (int i = 0; i < V_STEPS; i++) ldmatrix_x4_trans(v[i], values + i * 32);
 }
 
-DEVICE void publish_scores(const Warp& w, u32 buffer, const float (&sums)[2][2][4], float (&s)[2][4]) {
+DEVICE void add_chains(const float (&sums)[2][2][4], float (&s)[2][4]) {
 #pragma unroll
   for (int n = 0; n < 2; n++)
 #pragma unroll
     for (int e = 0; e < 4; e++) s[n][e] = sums[0][n][e] + sums[1][n][e];
+}
+
+template <int N>
+DEVICE void publish_scores(const Warp& w, u32 buffer, const float (&s)[N][2][4]) {
   // Orders the group's reads of the scores of the tile before, in this same buffer, before the writes below. With two
   // buffers the barrier of that tile already did: whoever passed it had read the tile before that one.
   if constexpr (EXCHANGE_BUFFERS == 1) group_sync(w);
 #pragma unroll
-  for (int n = 0; n < 2; n++)
-    st_shared_f32x4(w.scores + buffer + w.column * Smem::SCORES_BYTES + n * Smem::SCORE_BYTES,
-                    {s[n][0], s[n][1], s[n][2], s[n][3]});
+  for (int i = 0; i < 2 * N; i++) {
+    const float (&x)[4] = s[i / 2][i % 2];
+    st_shared_f32x4(w.scores + buffer + w.column * Smem::SCORES_BYTES + i * Smem::SCORE_BYTES,
+                    {x[0], x[1], x[2], x[3]});
+  }
 }
 
-DEVICE void add_scores(const Warp& w, u32 buffer, float (&s)[2][4]) {
+template <int N>
+DEVICE void add_scores(const Warp& w, u32 buffer, float (&s)[N][2][4]) {
   group_sync(w);  // orders the partial scores' writes before the reads of all four warps
 #pragma unroll
   for (int c = 1; c < COLUMN_WARPS; c++)
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
+    for (int i = 0; i < 2 * N; i++) {
       const u32 other = (w.column + c) % COLUMN_WARPS;
-      const f32x4 v = ld_shared_f32x4(w.scores + buffer + other * Smem::SCORES_BYTES + n * Smem::SCORE_BYTES);
-      s[n][0] += v.x;
-      s[n][1] += v.y;
-      s[n][2] += v.z;
-      s[n][3] += v.w;
+      const f32x4 v = ld_shared_f32x4(w.scores + buffer + other * Smem::SCORES_BYTES + i * Smem::SCORE_BYTES);
+      float (&x)[4] = s[i / 2][i % 2];
+      x[0] += v.x;
+      x[1] += v.y;
+      x[2] += v.z;
+      x[3] += v.w;
     }
 }
 
-DEVICE void mask_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, int tile,
+// Of the tokens, those that `among` has a bit of.
+DEVICE void mask_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, int tile, u32 among,
                       float (&s)[2][4]) {
   u32 bits[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int q = r.q_begin + (rows.first + w.lane / 4 + 8 * h) / p.num_heads;
-    bits[h] = visible_bits(p, r, min_int(q, rows.q_last), tile * TILE);
+    bits[h] = visible_bits(p, r, min_int(q, rows.q_last), tile * TILE) & among;
   }
   mask_scores(s, bits);
 }
@@ -294,6 +362,245 @@ DEVICE void add_values(const u32 (&weights)[4], const u32 (&v)[V_STEPS][4], floa
   for (int i = 0; i < V_STEPS; i++) {
     mma_16x8x16(o[2 * i], weights, v[i][0], v[i][1]);
     mma_16x8x16(o[2 * i + 1], weights, v[i][2], v[i][3]);
+  }
+}
+
+// --- one step over an 8-bit cache ------------------------------------------------------------------------------------
+
+// What an 8-bit build keeps from step to step besides.
+struct Scales {
+  float scores[2];  // of the lane's rows, from q K as multiplied to exponents, or to what soft-capping takes
+  Gain gain;
+};
+
+constexpr int CODE_LOADS = LATENT_BYTES / 32;  // ldmatrix of 16 tokens x 32 columns
+
+// The warp's part of q K^T of each tile. With TOKEN_SCALES the scales multiply what the latent columns give; then come
+// the rope columns, in bfloat16.
+DEVICE void partial_scores_fp8(const u32 (&q)[Q_STEPS][4], const Warp& w, u32 stage,
+                               const float (&token_scales)[STEP_TILES][2][2], float (&s)[STEP_TILES][2][4]) {
+  constexpr int LOADS = CODE_LOADS * STEP_TILES;
+  float sums[2][STEP_TILES][2][4] = {};
+  u32 k[K_AHEAD + 1][4];
+  const u32 keys = w.values + stage;
+#pragma unroll
+  for (int i = 0; i < K_AHEAD; i++) ldmatrix_x4(k[i], keys + i % STEP_TILES * (TILE * PITCH) + i / STEP_TILES * 32);
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    const int next = i + K_AHEAD, tile = i % STEP_TILES, step = i / STEP_TILES * 2;
+    if (next < LOADS)
+      ldmatrix_x4(k[next % (K_AHEAD + 1)], keys + next % STEP_TILES * (TILE * PITCH) + next / STEP_TILES * 32);
+    const u32(&codes)[4] = k[i % (K_AHEAD + 1)];  // tokens 0-7 and 8-15 of 16 dims, then of 16 more
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const Operand b = key_operand(codes[j]);
+      mma_16x8x16(sums[STEP_TILES == 1 ? j / 2 : 0][tile][j % 2], q[step + j / 2], b.b0, b.b1);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < STEP_TILES; i++) {
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        s[i][n][e] = STEP_TILES == 1 ? sums[0][i][n][e] + sums[1][i][n][e] : sums[0][i][n][e];
+        if constexpr (TOKEN_SCALES) s[i][n][e] *= token_scales[i][n][e % 2];
+      }
+    if constexpr (TOKEN_SCALES) {
+      u32 b[4];
+      ldmatrix_x4(b, w.keys + stage + i * (TILE * PITCH) + LATENT_BYTES);
+#pragma unroll
+      for (int j = K_STEPS - 1; j < Q_STEPS; j++) {
+        mma_m16n8k16_bf16(s[i][0], q[j], b[0], b[1]);
+        mma_m16n8k16_bf16(s[i][1], q[j], b[2], b[3]);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const u32 token = i * TILE + n * 8 + w.lane / 4;
+        const Operand b = key_operand(ld_shared_u32(w.ring + stage + token * PITCH + LATENT_BYTES + w.lane % 4 * 4));
+        mma_16x8x16(s[i][n], q[K_STEPS - 1], b.b0, b.b1);
+      }
+    }
+  }
+}
+
+// The scales that the tokens of the lane's columns have.
+DEVICE void load_token_scales(const Warp& w, u32 scales, u32 pitch, float (&of)[2][2]) {
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) of[n][e] = ld_shared_f32(scales + (n * 8 + w.lane % 4 * 2 + e) * pitch);
+}
+
+DEVICE void load_values_fp8(u32 values, u32 (&v)[STEP_TILES][CODE_LOADS][4]) {
+#pragma unroll
+  for (int i = 0; i < STEP_TILES; i++)
+#pragma unroll
+    for (int j = 0; j < CODE_LOADS; j++) ldmatrix_x4_trans(v[i][j], values + i * (TILE * PITCH) + j * 32);
+}
+
+// o += weights (16 rows x 16 tokens) x V (16 tokens x the warp's 128 columns).
+DEVICE void add_values_fp8(const u32 (&weights)[4], const u32 (&v)[CODE_LOADS][4], float (&o)[O_TILES][4]) {
+#pragma unroll
+  for (int i = 0; i < V_STEPS; i++) {
+    const u32 codes_0 = v[i / 2][i % 2 * 2], codes_8 = v[i / 2][i % 2 * 2 + 1];
+    const Operand even = even_columns(codes_0, codes_8), odd = odd_columns(codes_0, codes_8);
+    mma_16x8x16(o[2 * i], weights, even.b0, even.b1);
+    mma_16x8x16(o[2 * i + 1], weights, odd.b0, odd.b1);
+  }
+}
+
+// Scores of N tiles, complete and masked, to packed weights of what `unit` values count.
+template <int N>
+DEVICE void weigh_step(const VerifyParams& p, float (&s)[N][2][4], const float (&token_scales)[N][2][2], float unit,
+                       Softmax& softmax, Scales& scales, float (&o)[O_TILES][4], u32 (&weights)[N][4]) {
+  const float before[2] = {softmax.base[0], softmax.base[1]};
+  weigh(s, capped_scale(p), softmax, o);
+  if constexpr (TOKEN_SCALES) scale_weights(s, token_scales, before, softmax, scales.gain, o);
+#pragma unroll
+  for (int i = 0; i < N; i++) pack_weights(s[i], unit, weights[i]);
+}
+
+// Bit i: the ring holds token first + i, i < TILE.
+DEVICE u32 cached_bits(const Source& s, int first) {
+  return (1u << min_int(max_int(min_int(s.last_cached + 1, s.end * TILE) - first, 0), TILE)) - 1;
+}
+
+// --- new rows beside an 8-bit cache ----------------------------------------------------------------------------------
+
+// They are as precise as q, so they have a 16-bit slice of a tile of their own where the ring was: float16, divided by
+// the power of two in the scale of the cache, or with TOKEN_SCALES by one for each row, which follows the slice. Of
+// each 16 columns the even ones come first: that is how accumulators hold them. With TOKEN_SCALES rope columns stay
+// what they are.
+constexpr int NEW_SCALES = TILE * Q_PITCH;
+static_assert(NEW_SCALES + (TOKEN_SCALES ? TILE * 4 : 0) <= (int)Smem::RING_BYTES, "new rows fit a warp's ring");
+
+DEVICE void store_new_8(u32 slice, int row, int chunk, const float (&x)[8]) {
+  const u32x2 even = {pack_f16x2(x[0], x[2]), pack_f16x2(x[4], x[6])};
+  const u32x2 odd = {pack_f16x2(x[1], x[3]), pack_f16x2(x[5], x[7])};
+  // Lanes of later chunks begin with the odd ones, so that all banks are hit.
+  const int late = chunk / 8 & 1;
+  const u32 at = slice + chunk % 2 * 8;
+  st_shared_u32x2(at + slice_offset_16(row, chunk / 2 * 2 + late), late ? odd : even);
+  st_shared_u32x2(at + slice_offset_16(row, chunk / 2 * 2 + 1 - late), late ? even : odd);
+}
+
+DEVICE void copy_new_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, const Source& s,
+                          int tile, float cache_scale) {
+  constexpr int CHUNKS = Q_LATENT_BYTES / 16, ROPE_CHUNKS = Q_ROPE_BYTES / 16;
+#pragma unroll 1
+  for (int i = 0; i < TILE; i += WARP / CHUNKS) {
+    const int row = i + w.lane / CHUNKS, chunk = w.lane % CHUNKS, token = tile * TILE + row;
+    KvRow source = {nullptr, nullptr};
+    if (token > s.last_cached && is_seen(p, r, rows, token)) source = new_row(p, r, token);
+    Vector<Q_DTYPE> x = zero_vector<Q_DTYPE>();
+    if (source.c) x = load_vector<Q_DTYPE, true>(source.c + w.column * Q_LATENT_BYTES + chunk * 16);
+    float factor = 1.0f / floor_power(cache_scale);
+    if constexpr (TOKEN_SCALES) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 8; j++) largest = max_f32(largest, max_f32(x.v[j], -x.v[j]));
+#pragma unroll
+      for (int distance = 1; distance < CHUNKS; distance *= 2)
+        largest = max_f32(largest, shfl_xor_f32(largest, distance));
+      const PowerOfTwo power = to_f16_range(largest);
+      factor = power.value;
+      if (chunk == 0) st_shared_f32(w.ring + NEW_SCALES + row * 4, power.reciprocal);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) x.v[j] *= factor;
+    store_new_8(w.ring, row, chunk, x.v);
+    if (chunk >= ROPE_CHUNKS) continue;
+    const u8* pe = source.pe + w.column * Q_ROPE_BYTES + chunk * 16;
+    if constexpr (TOKEN_SCALES) {
+      st_shared_u32x4(w.ring + slice_offset_16(row, CHUNKS + chunk),
+                      source.pe ? ld_global_u32x4(pe) : u32x4{0, 0, 0, 0});
+    } else {
+      x = zero_vector<Q_DTYPE>();
+      if (source.pe) x = load_vector<Q_DTYPE, true>(pe);
+#pragma unroll
+      for (int j = 0; j < 8; j++) x.v[j] *= factor;
+      store_new_8(w.ring, row, CHUNKS + chunk, x.v);
+    }
+  }
+}
+
+// The q of new rope columns, which they meet in q's own element type.
+DEVICE void rope_operand(const u32 (&q)[Q_STEPS][4], u32 (&rope)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    rope[j] = q[K_STEPS - 1][j];
+    if constexpr (Q_STEPS > K_STEPS) {
+      const f32x2 high = unpack_pair<BFLOAT16>(rope[j]), low = unpack_pair<BFLOAT16>(q[K_STEPS][j]);
+      rope[j] = pack_f16x2(high.x + low.x, high.y + low.y);
+    }
+  }
+}
+
+DEVICE void partial_scores_new(const u32 (&q)[Q_STEPS][4], u32 keys, const float (&token_scales)[1][2][2],
+                               float (&s)[2][4]) {
+#pragma unroll
+  for (int i = 0; i < K_STEPS; i++) {
+    u32 k[4];
+    ldmatrix_x4(k, keys + i * 32);
+    if (TOKEN_SCALES && i == K_STEPS - 1) {
+      u32 rope[4];
+      rope_operand(q, rope);
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[n][e] *= token_scales[0][n][e % 2];
+        if constexpr (Q_DTYPE == BFLOAT16)
+          mma_m16n8k16_bf16(s[n], rope, k[2 * n], k[2 * n + 1]);
+        else
+          mma_m16n8k16_f16(s[n], rope, k[2 * n], k[2 * n + 1]);
+      }
+    } else {
+      // Dims 4 j, 4 j + 2 and 4 j + 1, 4 j + 3 to the order that q has.
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+        mma_16x8x16(s[n], q[i], permute_bytes<0x5410>(k[2 * n], k[2 * n + 1]),
+                    permute_bytes<0x7632>(k[2 * n], k[2 * n + 1]));
+    }
+  }
+}
+
+// After the cached tokens, those of new rows. The ring is empty.
+DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
+                            const Warp& w, const Source& source, const u32 (&q)[Q_STEPS][4], Softmax& softmax,
+                            Scales& scales, float (&o)[O_TILES][4], u32 buffer) {
+  const u32 keys = w.ring + slice_offset_16(w.lane % 8 + w.lane / 16 * 8, w.lane / 8 % 2);
+  const u32 values = w.ring + slice_offset_16(w.lane % 16, w.lane / 16);
+  const float scale = cache_scale(p), unit = floor_power(scale) / scale;  // of new rows, in that of the cache's
+#pragma unroll 1
+  for (int tile = max_int(tiles.begin, (source.last_cached + 1) / TILE); tile < tiles.end; tile++) {
+    if (tile % KV_GROUPS != w.group) continue;
+    warp_sync();  // orders the lanes' reads of the ring, or of the tile before, before the writes
+    copy_new_tile(p, r, rows, w, source, tile, scale);
+    warp_sync();  // orders the lanes' writes before the reads
+    float s[1][2][4] = {}, token_scales[1][2][2] = {};
+    if constexpr (TOKEN_SCALES) load_token_scales(w, w.ring + NEW_SCALES, 4, token_scales[0]);
+    partial_scores_new(q, keys, token_scales, s[0]);
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[0][n][e] *= scales.scores[e / 2] * unit;
+    publish_scores(w, buffer, s);
+    add_scores(w, buffer, s);
+    cap_scores(s[0]);
+    mask_tile(p, r, rows, w, tile, ~((1u << min_int(max_int(source.last_cached + 1 - tile * TILE, 0), TILE)) - 1),
+              s[0]);
+    u32 weights[1][4];
+    weigh_step(p, s, token_scales, unit, softmax, scales, o, weights);
+#pragma unroll
+    for (int i = 0; i < V_STEPS; i++) {
+      u32 v[4];
+      ldmatrix_x4_trans(v, values + i * 32);
+      mma_16x8x16(o[2 * i], weights[0], v[0], v[1]);
+      mma_16x8x16(o[2 * i + 1], weights[0], v[2], v[3]);
+    }
+    if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
 }
 
@@ -344,13 +651,13 @@ DEVICE void store(const VerifyParams& p, const Request& r, int part, const RowTi
                   Softmax& softmax, const float (&o)[O_TILES][4]) {
   const int column = w.column * (DL / COLUMN_WARPS) + w.group * FINAL_TILES * 8;
   if constexpr (KV_GROUPS == 1) {
-    store_results(p, r, part, rows.first, rows.end, column, softmax, o);
+    store_results<FP8>(p, r, part, rows.first, rows.end, column, softmax, o);
   } else {
     float merged[FINAL_TILES][4];
     send_half(w, softmax, o);
     all_sync();  // orders the writes of send_half() before the other group's reads of them
     merge_half(w, softmax, o, merged);
-    store_results(p, r, part, rows.first, rows.end, column, softmax, merged);
+    store_results<FP8>(p, r, part, rows.first, rows.end, column, softmax, merged);
   }
 }
 
@@ -364,7 +671,7 @@ DEVICE void reset(Softmax& softmax, float (&o)[O_TILES][4]) {
 DEVICE void end_chunk(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w,
                       const TileRange& tiles, int tile, Softmax& softmax, float (&o)[O_TILES][4]) {
   if (tile + 1 != tiles.end && (tile + 1) % CHUNK_TILES != 0) return;
-  store_results(p, r, tile / CHUNK_TILES, rows.first, rows.end, w.column * (DL / COLUMN_WARPS), softmax, o);
+  store_results<false>(p, r, tile / CHUNK_TILES, rows.first, rows.end, w.column * (DL / COLUMN_WARPS), softmax, o);
   reset(softmax, o);
 }
 
@@ -374,17 +681,18 @@ DEVICE void end_chunk(const VerifyParams& p, const Request& r, const RowTile& ro
 DEVICE void load_first_ids(const VerifyParams& p, const Warp& w, const Source& s, u32 (&ids)[STAGES]) {
 #pragma unroll
   for (int i = 0; i < STAGES; i++)
-    if (has_ids(s, s.tile + i * KV_GROUPS)) ids[i] = ld_global_u32(id_ptr(p, w, s, s.tile + i * KV_GROUPS));
+    if (has_ids(s, s.tile + i * KV_GROUPS * STEP_TILES))
+      ids[i] = ld_global_u32(id_ptr(p, w, s, s.tile + i * KV_GROUPS * STEP_TILES));
 }
 DEVICE void store_first_ids(const Warp& w, const Source& s, const u32 (&ids)[STAGES]) {
 #pragma unroll
   for (int i = 0; i < STAGES; i++)
-    if (w.lane < TILE && has_ids(s, s.tile + i * KV_GROUPS))
+    if (w.lane < STEP && has_ids(s, s.tile + i * KV_GROUPS * STEP_TILES))
       st_shared_u32(w.ring + i * Smem::STAGE_BYTES + Smem::IDS + w.lane * 4, ids[i]);
 }
 
 // q from the slice at `ring + stage` to registers, as the A operand.
-DEVICE void load_q(const VerifyParams& p, const Warp& w, u32 stage, u32 (&q)[K_STEPS][4]) {
+DEVICE void load_q(const VerifyParams& p, const Warp& w, u32 stage, u32 (&q)[Q_STEPS][4]) {
 #pragma unroll
   for (int i = 0; i < K_STEPS; i++) {
     ldmatrix_x4(q[i], w.values + stage + i * 32);
@@ -393,20 +701,74 @@ DEVICE void load_q(const VerifyParams& p, const Warp& w, u32 stage, u32 (&q)[K_S
   }
 }
 
-// Fills the ring. q passes through its last stage, while the others already fill with KV.
+// The same from memory, for an 8-bit cache: in the order of dims that key_operand() has, as float16. With TOKEN_SCALES
+// the rope columns, in their own order, as bfloat16; a float16 number is the sum of two such, of which the second one
+// follows.
+DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w,
+                       u32 (&q)[Q_STEPS][4], Scales& scales) {
+  const int quad_lane = w.lane % 4;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = rows.first + w.lane / 4 + 8 * h;
+    const bool exists = row < rows.end;
+    const int token = r.q_begin + row / p.num_heads, head = row % p.num_heads;
+    const u8* nope = q_nope_row(p, token, head) + w.column * Q_LATENT_BYTES + quad_lane * 8;
+    const u8* pe = q_pe_row(p, token, head) + w.column * Q_ROPE_BYTES;
+#pragma unroll
+    for (int i = 0; i < K_STEPS; i++) {
+      u32x2 x = {0, 0};
+      if (exists && i < V_STEPS) x = ld_global_u32x2(nope + i * 32);
+      if (exists && i == V_STEPS && !TOKEN_SCALES) x = ld_global_u32x2(pe + quad_lane * 8);
+      if (exists && i == V_STEPS && TOKEN_SCALES)
+        x = {ld_global_u32(pe + quad_lane * 4), ld_global_u32(pe + 16 + quad_lane * 4)};
+      q[i][h] = x.x;
+      q[i][2 + h] = x.y;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < K_STEPS; i++)
+#pragma unroll
+      for (int j = h; j < 4; j += 2) largest = max_magnitude(largest, unpack_pair<Q_DTYPE>(q[i][j]));
+    const PowerOfTwo power = to_f16_range(max_over_row(largest));
+    scales.scores[h] = power.reciprocal * cache_scale(p) * score_factor(p);
+    const float factor = p.sm_scale == 0.0f ? 0.0f : p.sm_scale < 0.0f ? -power.value : power.value;
+#pragma unroll
+    for (int i = 0; i < K_STEPS; i++)
+#pragma unroll
+      for (int j = h; j < 4; j += 2) {
+        const f32x2 x = unpack_pair<Q_DTYPE>(q[i][j]);
+        if (TOKEN_SCALES && i == K_STEPS - 1) {
+          q[i][j] = pack_bf16x2(x.x * factor, x.y * factor);
+          const f32x2 high = unpack_pair<BFLOAT16>(q[i][j]);
+          if constexpr (Q_STEPS > K_STEPS)
+            q[K_STEPS][j] = pack_bf16x2(fma_f32(x.x, factor, -high.x), fma_f32(x.y, factor, -high.y));
+        } else {
+          q[i][j] = pack_f16x2(x.x * factor, x.y * factor);
+        }
+      }
+  }
+}
+
+// Fills the ring. q passes through its last stage, while the others already fill with KV; for an 8-bit cache it does
+// not.
 DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& source,
-                  u32 (&q)[K_STEPS][4]) {
+                  u32 (&q)[Q_STEPS][4]) {
   constexpr u32 LAST = (STAGES - 1) * Smem::STAGE_BYTES;
   u32 ids[STAGES];
   load_first_ids(p, w, source, ids);
-  copy_q(p, r, rows, w, w.ring + LAST);
-  cp_async_commit();
+  if constexpr (!FP8) {
+    copy_q(p, r, rows, w, w.ring + LAST);
+    cp_async_commit();
+  }
   store_first_ids(w, source, ids);
   warp_sync();  // orders the writes of the ids before the other lanes' reads
   // A loop, because a short call is mostly start, and its code comes from memory too.
 #pragma unroll 1
   for (u32 stage = 0; stage <= LAST; stage += Smem::STAGE_BYTES) {
-    if (stage == LAST) {
+    if (!FP8 && stage == LAST) {
       cp_async_wait<STAGES - 1>();
       warp_sync();  // orders all lanes' copies of q, which have landed, before the reads
       load_q(p, w, LAST, q);
@@ -416,10 +778,11 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
 }
 
 // One row tile over a run of KV tiles, of which there is one at least.
-DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
+DEVICE void attend_16_bit(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
+                          int part) {
   const Warp w = locate(shared_base());
   Source source = make_source(p, r, rows, tiles, w);
-  u32 q[K_STEPS][4];
+  u32 q[Q_STEPS][4];
   start(p, r, rows, w, source, q);
 
   Softmax softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
@@ -430,22 +793,23 @@ DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows,
     cp_async_wait<STAGES - 1>();
     warp_sync();  // orders all lanes' copies of this tile, which have landed, before the reads
     // K and V go to registers at once: the stage is free for the next copies before the scores are known.
-    float sums[2][2][4] = {}, s[2][4];
+    float sums[2][2][4] = {}, s[1][2][4];
     u32 v[V_STEPS][4];
     const u32 id = copied_id(w, source, w.ring + stage), listed = SPARSE_IDS ? source.listed[0] : ~0u;
     partial_scores(q, w.keys + stage, sums);
     load_values(w.values + stage, v);
     copy_tile(p, r, rows, w, source, w.ring + stage, id);
-    publish_scores(w, buffer, sums, s);
+    add_chains(sums, s[0]);
+    publish_scores(w, buffer, s);
     add_scores(w, buffer, s);
-    soft_cap(p, s);
+    soft_cap(p, s[0]);
     if constexpr (SPARSE_IDS) {
-      if (listed != ~0u) mask_scores(s, {listed, listed});
+      if (listed != ~0u) mask_scores(s[0], {listed, listed});
     } else if (tile >= source.masked) {
-      mask_tile(p, r, rows, w, tile, s);
+      mask_tile(p, r, rows, w, tile, ~0u, s[0]);
     }
     u32 weights[4];
-    softmax_tile(s, exponent_scale(p), softmax, o, weights);
+    softmax_tile(s[0], exponent_scale(p), softmax, o, weights);
     add_values(weights, v, o);
     if constexpr (DETERMINISTIC) end_chunk(p, r, rows, w, tiles, tile, softmax, o);
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
@@ -453,6 +817,74 @@ DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows,
   }
   cp_async_wait_all();  // nothing is in flight any more
   if constexpr (!DETERMINISTIC) store(p, r, part, rows, w, softmax, o);
+}
+
+// The same over an 8-bit cache.
+DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
+  const Warp w = locate(shared_base());
+  Source source = make_source(p, r, rows, tiles, w);
+  Scales scales = {{0.0f, 0.0f}, {{0.0f, 0.0f}}};
+  u32 q[Q_STEPS][4];
+  start(p, r, rows, w, source, q);
+  load_q_fp8(p, r, rows, w, q, scales);
+
+  Softmax softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
+  float o[O_TILES][4] = {};
+  u32 stage = 0, buffer = 0;
+#pragma unroll 1
+  for (int tile = tiles.begin + w.group * STEP_TILES; tile < source.end; tile += KV_GROUPS * STEP_TILES) {
+    cp_async_wait<STAGES - 1>();
+    warp_sync();  // orders all lanes' copies of these tiles, which have landed, before the reads
+    // The codes of V go to registers as those of K do, and become float16 when their weights are there.
+    float s[STEP_TILES][2][4], token_scales[STEP_TILES][2][2] = {};
+    u32 v[STEP_TILES][CODE_LOADS][4], weights[STEP_TILES][4];
+    const u32 id = copied_id(w, source, w.ring + stage), listed = SPARSE_IDS ? source.listed[0] : ~0u;
+#pragma unroll
+    for (int i = 0; i < STEP_TILES; i++)
+      if constexpr (TOKEN_SCALES)
+        load_token_scales(w, w.ring + stage + i * (TILE * PITCH) + LATENT_BYTES + ROPE_BYTES, PITCH, token_scales[i]);
+    partial_scores_fp8(q, w, stage, token_scales, s);
+    load_values_fp8(w.values + stage, v);
+    copy_tile(p, r, rows, w, source, w.ring + stage, id);
+#pragma unroll
+    for (int i = 0; i < STEP_TILES; i++)
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[i][n][e] *= scales.scores[e / 2];
+    publish_scores(w, buffer, s);
+    add_scores(w, buffer, s);
+#pragma unroll
+    for (int i = 0; i < STEP_TILES; i++) {
+      cap_scores(s[i]);
+      if constexpr (SPARSE_IDS) {
+        const u32 bits = listed >> i * TILE;
+        if (listed != ~0u) mask_scores(s[i], {bits, bits});
+      } else if (tile + STEP_TILES - 1 >= source.masked) {
+        mask_tile(p, r, rows, w, tile + i, cached_bits(source, (tile + i) * TILE), s[i]);
+      }
+    }
+    weigh_step(p, s, token_scales, 1.0f, softmax, scales, o, weights);
+#pragma unroll
+    for (int i = 0; i < STEP_TILES; i++) add_values_fp8(weights[i], v[i], o);
+    stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
+    if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
+  }
+  cp_async_wait_all();  // nothing is in flight any more
+  const float scale = cache_scale(p);
+  if constexpr (NEW_KV) attend_new_rows(p, r, rows, tiles, w, source, q, softmax, scales, o, buffer);
+#pragma unroll
+  for (int i = 0; i < O_TILES; i++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) o[i][e] *= TOKEN_SCALES ? ex2(-scales.gain.of[e / 2]) : scale;
+  store(p, r, part, rows, w, softmax, o);
+}
+
+DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
+  if constexpr (FP8)
+    attend_fp8(p, r, rows, tiles, part);
+  else
+    attend_16_bit(p, r, rows, tiles, part);
 }
 
 // Brings the page ids of the block's first tiles to the level-2 cache while the request's lengths are on their way, in

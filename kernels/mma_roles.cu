@@ -11,10 +11,11 @@
 //         operand of V feeds eight products and no two warps read the same one. Weights go from the former to the
 //         latter through shared memory. Every scheduler has one score warp and two value warps, whose products fill the
 //         gaps that are left. A stage of the ring is free as soon as its K is multiplied and its V is in registers.
-#include "mma.cuh"
+#include "mma_fp8.cuh"
 
 static_assert(!DETERMINISTIC, "mma_narrow computes the rows that are to be the same in every call");
-static_assert(!SPARSE_IDS, "mma_wide attends over lists of slots");
+static_assert(!SPARSE_IDS, "mma_wide attends over lists of slots, mma_narrow over lists of 8-bit ones");
+static_assert(!TOKEN_SCALES, "mma_narrow reads rows with scales of their own");
 
 constexpr int SCORE_WARPS = 4;
 constexpr int VALUE_WARPS = 8;
@@ -33,8 +34,9 @@ constexpr int O_TILES = 2 * V_STEPS;                    // 8-column tiles of it
 constexpr int REGISTER_STEPS = K_STEPS - SHARED_STEPS;  // the rest of q comes from shared memory, tile by tile
 
 constexpr int LOADERS = VALUE_WARPS * WARP;                   // threads that copy q and KV
-constexpr int COPY_LANES = 8;                                 // lanes that copy 128 bytes of a row at a time
+constexpr int COPY_LANES = FP8 ? LOADERS / TILE : 8;          // lanes that copy 16 bytes each of a row at a time
 constexpr int COPIES = LATENT_BYTES / 2 / (COPY_LANES * 16);  // of a thread, in its half of a row's latent part
+constexpr int CODE_BYTES = FP8 ? TILE * D : 0;                // of a tile in 8 bits
 constexpr int MASK_WORDS = 32;                                // of mask columns, so tail_len <= 1,024
 constexpr int FRAGMENT_BYTES = WARP * 16;                     // a fragment of four registers, lane by lane
 
@@ -44,27 +46,36 @@ constexpr int TAKE_AT = 3, MAXIMA_AT = 6, RAISE_AT = 8, STORE_AT = 13;
 
 static_assert(SHARED_STEPS >= 0 && SHARED_STEPS <= K_STEPS - STORE_AT, "steps of q in shared memory");
 static_assert(K_STEPS % (LOOKAHEAD + 1) == 0, "the buffers of K take turns across tiles");
-static_assert((STAGES & (STAGES - 1)) == 0, "a stage's parity is found from the number of its tile");
-static_assert(STAGES >= ROW_TILES, "q passes through the ring, 16 rows a stage");
+static_assert((STAGES & (STAGES - 1)) == 0 || FP8, "a stage's parity is found from the number of its tile");
+static_assert(STAGES >= ROW_TILES || FP8, "q passes through the ring, 16 rows a stage");
+static_assert(STAGES >= 3 && (CODE_STAGES > 0) == FP8, "score warps wait for tile n + 1 before they weigh tile n - 1");
 static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
 
 struct Smem {
-  static constexpr u32 RING = 0;                         // [STAGES]: tile [16][PITCH], before it q; mbarriers
-  static constexpr u32 Q = RING + STAGES * STAGE_BYTES;  // [SHARED_STEPS][SCORE_WARPS][2] fragments
-  static constexpr u32 EXCHANGE = Q + SCORE_WARPS * SHARED_STEPS * 2 * FRAGMENT_BYTES;  // [SCORE_WARPS][2] fragments
-  static constexpr u32 WEIGHTS = EXCHANGE + SCORE_WARPS * 2 * FRAGMENT_BYTES;           // [ROW_TILES][2] fragments
-  static constexpr u32 HANDOVER = WEIGHTS + ROW_TILES * 2 * FRAGMENT_BYTES;             // [2]: what follows below
-  static constexpr u32 FACTORS = 0;                                                     // float32 [ROWS]
+  static constexpr u32 RING = 0;                             // [STAGES]: tile [16][PITCH], before it q; mbarriers
+  static constexpr u32 CODES = RING + STAGES * STAGE_BYTES;  // [CODE_STAGES]: tile [16][D] in 8 bits, before it q
+  static constexpr u32 CODES_END = CODES + CODE_STAGES * CODE_BYTES;
+  static constexpr u32 EXCHANGE_BYTES = SCORE_WARPS * 2 * FRAGMENT_BYTES;
+  // Beside an 8-bit cache q as it comes needs more room than its rings: it takes that of the partial scores, too.
+  // [SHARED_STEPS][SCORE_WARPS][2] fragments
+  static constexpr u32 Q = FP8 ? max_int(CODES_END + EXCHANGE_BYTES, RING + ROW_TILES * STAGE_BYTES) : CODES_END;
+  static constexpr u32 Q_END = Q + SCORE_WARPS * SHARED_STEPS * 2 * FRAGMENT_BYTES;
+  static constexpr u32 EXCHANGE = FP8 ? CODES_END : Q_END;                   // [SCORE_WARPS][2] fragments
+  static constexpr u32 WEIGHTS = FP8 ? Q_END : EXCHANGE + EXCHANGE_BYTES;    // [ROW_TILES][2] fragments
+  static constexpr u32 HANDOVER = WEIGHTS + ROW_TILES * 2 * FRAGMENT_BYTES;  // [2]: what follows below
+  static constexpr u32 FACTORS = 0;                                          // float32 [ROWS]
   static constexpr u32 RAISED = FACTORS + ROWS * 4;     // u32 [ROW_TILES] not 0: the factors of these rows count
   static constexpr u32 READY = RAISED + ROW_TILES * 4;  // mbarrier: the weights of a tile are there
   static constexpr u32 TAKEN = READY + 8;               // mbarrier: all value warps have them in registers
   static constexpr u32 RECIPROCALS = HANDOVER + 2 * FRAGMENT_BYTES;  // float32 [ROWS] of the sums of weights
+  static constexpr u32 UNITS = RECIPROCALS;  // 8 bits, float32 [ROWS]: see scale_q(); until the sums are known
   static constexpr u32 VIEWS = RECIPROCALS + ROWS * 4;     // [ROWS]: visible_end() of a row, and its query token
   static constexpr u32 COLUMNS = VIEWS + ROWS * 8;         // u32 [MASK_WORDS] mask columns that any row sees
   static constexpr u32 SOURCE = COLUMNS + MASK_WORDS * 4;  // struct Source without its end, SOURCE_IN_SHARED
   static constexpr u32 TAIL_BEGIN = SOURCE + 16;           // i32: the mask columns begin here
-  static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;       // i32: every row sees every token of the tiles before
-  static constexpr u32 ITEM = MASKED_FROM + 4;             // i32, PLANNED: what the block works on
+  // i32: every row sees every token of the tiles before; beside an 8-bit cache these hold no new rows either.
+  static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;
+  static constexpr u32 ITEM = MASKED_FROM + 4;  // i32, PLANNED: what the block works on
   static constexpr u32 BYTES = SOURCE + 32;
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
@@ -140,7 +151,7 @@ DEVICE Source make_source(const VerifyParams& p, const Piece& piece) {
 }
 
 // A row in two pieces, or of two places, leaves no registers for more than its end.
-constexpr bool SOURCE_IN_SHARED = NEW_KV || SPLIT_KV;
+constexpr bool SOURCE_IN_SHARED = NEW_KV || SPLIT_KV || FP8;
 
 DEVICE void publish_source(const Piece& piece, u32 smem) {
   const Request& r = piece.request;
@@ -162,6 +173,7 @@ struct Share {
 };
 DEVICE Share copy_share() {
   const u32 thread = thread_idx_anew() - SCORE_WARPS * WARP;
+  if constexpr (FP8) return {thread / COPY_LANES, thread % COPY_LANES * 16};
   const u32 half = thread / (TILE * COPY_LANES);
   return {thread / COPY_LANES % TILE, (half * (COPIES * COPY_LANES) + thread % COPY_LANES) * vector_width<KV_DTYPE>()};
 }
@@ -187,7 +199,7 @@ DEVICE KvRow cached_row(const VerifyParams& p, i32 token_of_request, i32 page_id
   const i32 offset = token_of_request - (i32)page_of(p, token_of_request) * p.page_size;
   const i64 c = mad_wide_i32(offset, (i32)p.kv_c_stride_token, element);
   const u8* c_ptr = element_ptr<KV_DTYPE>(p.kv_c, mad_wide_i32(page_id, (i32)p.kv_c_stride_page, c));
-  if (!SPLIT_KV) return {c_ptr, c_ptr + LATENT_BYTES};
+  if (!SPLIT_KV) return {c_ptr, c_ptr + DL * element_bytes<KV_DTYPE>()};
   const i64 pe = mad_wide_i32(offset, (i32)p.k_pe_stride_token, element);
   return {c_ptr, element_ptr<KV_DTYPE>(p.k_pe, mad_wide_i32(page_id, (i32)p.k_pe_stride_page, pe))};
 }
@@ -195,8 +207,8 @@ DEVICE KvRow source_row(const VerifyParams& p, const Source& s, i32 tile_token, 
   const i32 token = source_token(s, tile_token, share.row);
   if (!NEW_KV || token < s.new_begin) return cached_row(p, s.begin + token, page_id, share.element);
   const i32 row = s.new_shift + token;
-  return {element_ptr<KV_DTYPE>(p.new_kv_c, mad_wide_i32(row, (i32)p.new_kv_c_stride, share.element)),
-          element_ptr<KV_DTYPE>(p.new_k_pe, mad_wide_i32(row, (i32)p.new_k_pe_stride, share.element))};
+  return {element_ptr<Q_DTYPE>(p.new_kv_c, mad_wide_i32(row, (i32)p.new_kv_c_stride, share.element)),
+          element_ptr<Q_DTYPE>(p.new_k_pe, mad_wide_i32(row, (i32)p.new_k_pe_stride, share.element))};
 }
 
 // Some row of the row tile sees the token. Others are zeros in the ring: their weight is 0, but 0 times a NaN is not.
@@ -219,8 +231,72 @@ DEVICE void copy_tile(const Source& s, u32 smem, u32 stage_offset, i32 tile_toke
   cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
 }
 
+// --- through a ring of 8-bit tiles -----------------------------------------------------------------------------------
+
+// The thread's part of copying a tile in 8 bits. Each warp copies two rows that only it reads, and waits for its own
+// copies. New rows are not among them.
+DEVICE void copy_codes(const Source& s, u32 smem, u32 code_stage, i32 tile_token, KvRow row) {
+  if (tile_token < s.end) {
+    const Share share = copy_share();
+    const i32 token = tile_token + (i32)share.row;
+    const bool all_seen = !is_masked(smem, tile_token), is_cached = !NEW_KV || token < s.new_begin;
+    const u32 bytes = is_cached && (all_seen || is_seen(s, smem, token)) ? 16 : 0;
+    const u32 dst = smem + Smem::CODES + code_stage + share.row * D + share.element;
+#pragma unroll
+    for (int i = 0; i < DL; i += COPY_LANES * 16) cp_async_16_zfill(dst + i, row.c + i, bytes);
+    if (share.element < DR) cp_async_16_zfill(dst + DL, row.pe, bytes);
+  }
+  cp_async_commit();
+}
+
+DEVICE u32 next_code_stage(u32 code_stage) {
+  return code_stage == (CODE_STAGES - 1) * CODE_BYTES ? 0 : code_stage + CODE_BYTES;
+}
+
+// Eight new elements, which are divided by the power of two in the scale of the cache.
+DEVICE u32x4 convert_new(const u8* ptr, float factor) {
+  const Vector<Q_DTYPE> x = load_vector<Q_DTYPE, true>(ptr);
+  return {pack_f16x2(x.v[0] * factor, x.v[1] * factor), pack_f16x2(x.v[2] * factor, x.v[3] * factor),
+          pack_f16x2(x.v[4] * factor, x.v[5] * factor), pack_f16x2(x.v[6] * factor, x.v[7] * factor)};
+}
+
+// Makes a float16 tile of the one in 8 bits, and arrives on its full barrier.
+DEVICE void convert_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, u32 code_stage,
+                         i32 tile_token) {
+  constexpr int UNIT = 8;  // elements that a thread converts at once
+  cp_async_wait<CODE_STAGES - 1>();
+  warp_sync();  // orders the lanes' copies, which have landed, before the reads
+  const u32 thread = thread_idx_anew() - SCORE_WARPS * WARP, row = thread / COPY_LANES, unit = thread % COPY_LANES;
+  const u32 codes = smem + Smem::CODES + code_stage + row * D + unit * UNIT;
+  const u32 stage = smem + Smem::RING + stage_offset, dst = stage + row * PITCH + unit * UNIT * 2;
+  const i32 token = tile_token + (i32)row;
+  const bool is_new = NEW_KV && token >= s.new_begin && is_seen(s, smem, token);
+#pragma unroll
+  for (int i = 0; i < D; i += COPY_LANES * UNIT) {
+    if (i == DL && unit >= DR / UNIT) continue;
+    const u32x2 x = ld_shared_u32x2(codes + i);
+    const u32x2 a = e4m3x4_to_f16(x.x), b = e4m3x4_to_f16(x.y);
+    u32x4 converted = {a.x, a.y, b.x, b.y};
+    if (is_new) {
+      const i64 new_row = s.new_shift + token;
+      const u8* source = i < DL ? element_ptr<Q_DTYPE>(p.new_kv_c, new_row * p.new_kv_c_stride + i + unit * UNIT)
+                                : element_ptr<Q_DTYPE>(p.new_k_pe, new_row * p.new_k_pe_stride + unit * UNIT);
+      converted = convert_new(source, 1.0f / floor_power(cache_scale(p)));
+    }
+    st_shared_u32x4(dst + i * 2, converted);
+  }
+  warp_sync();  // orders the lanes' reads of the codes before the copies over them, their writes before the arrival
+  if (thread % WARP == 0) mbarrier_arrive(stage + Smem::FULL);
+}
+
 // Brings a tile's rows to the L2 cache while the ring is still full of q: one thread for each 128 bytes.
 DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token, const Share& share, i32 page_id) {
+  if constexpr (FP8) {
+    const u32 line = share.element / 16;
+    if (line > DL / 128 || tile_token + (i32)share.row >= (NEW_KV ? min_int(s.end, s.new_begin) : s.end)) return;
+    const KvRow row = source_row(p, s, tile_token, page_id, {share.row, line % (DL / 128) * 128});
+    return prefetch_l2(line == DL / 128 ? row.pe : row.c);
+  }
   const u32 line = share.element / vector_width<KV_DTYPE>() % COPY_LANES;
   const bool is_latent = copies_rope(share.element);
   if (tile_token + (i32)share.row >= s.end || (!is_latent && line > 0)) return;
@@ -249,6 +325,42 @@ DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   }
 }
 
+// 8 bits: brings q to float16 in shared memory, each row by a power of two, and leaves there by what the scores of the
+// row are to be multiplied. All warps take part, each of them with whole rows.
+DEVICE void scale_q(const VerifyParams& p, u32 smem) {
+  constexpr int CHUNKS = ROW_BYTES / 16, LOADS = (CHUNKS + WARP - 1) / WARP;
+  const u32 lane = lane_idx_anew();
+#pragma unroll 1
+  for (u32 row = make_uniform(thread_idx_anew() / WARP); row < ROWS; row += THREADS / WARP) {
+    const u32 chunk = smem + Smem::RING + row / 16 * STAGE_BYTES + row % 16 * PITCH + lane * 16;
+    u32 q[LOADS][4] = {};
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      if (i * WARP + lane >= CHUNKS) continue;
+      const u32x4 x = ld_shared_u32x4(chunk + i * WARP * 16);
+      q[i][0] = x.x, q[i][1] = x.y, q[i][2] = x.z, q[i][3] = x.w;
+#pragma unroll
+      for (int j = 0; j < 4; j++) largest = max_magnitude(largest, unpack_pair<Q_DTYPE>(q[i][j]));
+    }
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2) largest = max_f32(largest, shfl_xor_f32(largest, distance));
+    const PowerOfTwo power = to_f16_range(largest);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      if (i * WARP + lane >= CHUNKS) continue;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const f32x2 x = unpack_pair<Q_DTYPE>(q[i][j]);
+        q[i][j] = pack_f16x2(x.x * power.value, x.y * power.value);
+      }
+      st_shared_u32x4(chunk + i * WARP * 16, {q[i][0], q[i][1], q[i][2], q[i][3]});
+    }
+    if (lane == 0) st_shared_f32(smem + Smem::UNITS + row * 4, power.reciprocal * cache_scale(p) * score_factor(p));
+  }
+  block_sync();  // orders the writes before the score warps' reads
+}
+
 // --- score warps ----------------------------------------------------------------------------------------------------
 
 // Of a score warp. Row tile 0 is its own one, row tile 1 its partner's.
@@ -266,7 +378,7 @@ struct Scorer {
 DEVICE void init_barriers(u32 smem) {
   if (thread_idx_anew() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
-    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, LOADERS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, FP8 ? VALUE_WARPS : LOADERS);
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SCORE_WARPS + VALUE_WARPS);
   }
   for (int i = 0; i < 2; i++) {
@@ -288,6 +400,14 @@ DEVICE void retire_barriers(u32 smem) {
   }
 }
 
+// Beside an 8-bit cache new rows are special as well.
+DEVICE int first_special_tile(const VerifyParams& p, const Request& r, const RowTile& rows) {
+  if constexpr (FP8 && NEW_KV)
+    return min_int(first_masked_tile(p, r, rows), max_int(r.kv_len - r.q_len, 0) / TILE);
+  else
+    return first_masked_tile(p, r, rows);
+}
+
 // For is_seen(): where the mask columns begin, and which of them any row of the row tile sees. For mask_tile(): what
 // the rows see.
 DEVICE void publish_masks(const VerifyParams& p, const Piece& piece, u32 smem) {
@@ -296,7 +416,7 @@ DEVICE void publish_masks(const VerifyParams& p, const Piece& piece, u32 smem) {
   const bool is_tree = p.mask_mode == MASK_TREE;
   const int thread = thread_idx_anew();
   if (thread == 0) st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : r.kv_len);
-  if (thread == 0) st_shared_u32(smem + Smem::MASKED_FROM, first_masked_tile(p, r, rows) * TILE);
+  if (thread == 0) st_shared_u32(smem + Smem::MASKED_FROM, first_special_tile(p, r, rows) * TILE);
   if (thread == 0) publish_source(piece, smem);
   if (thread < ROWS) {
     const int q = min_int(r.q_begin + (rows.first + thread) / p.num_heads, rows.q_last);
@@ -387,13 +507,25 @@ DEVICE void give_scores(const float (&s)[2][4], const Scorer& scorer) {
   named_barrier_arrive(given_barrier(scorer.warp), 2 * WARP);  // orders the writes before the partner's reads
 }
 
-DEVICE void take_scores(float (&s)[2][4], const Scorer& scorer) {
+// 8 bits: from q K as multiplied to exponents, or to what soft-capping takes.
+DEVICE void apply_units(float (&s)[2][4], const Scorer& scorer, u32 smem) {
+  const u32 units = smem + Smem::UNITS + (scorer.fragments - smem) / 64 * 4;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float unit = ld_shared_f32(units + h * 32);
+#pragma unroll
+    for (int n = 0; n < 2; n++) s[n][2 * h] *= unit, s[n][2 * h + 1] *= unit;
+  }
+}
+
+DEVICE void take_scores(float (&s)[2][4], const Scorer& scorer, u32 smem) {
   named_barrier_sync(given_barrier(scorer.warp ^ 1), 2 * WARP);  // orders the partner's writes before the reads
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     const f32x4 x = ld_shared_f32x4(scorer.fragments + Smem::EXCHANGE + n * FRAGMENT_BYTES);
     s[n][0] += x.x, s[n][1] += x.y, s[n][2] += x.z, s[n][3] += x.w;
   }
+  if constexpr (FP8) apply_units(s, scorer, smem);
 }
 
 // Only tiles at the end of what the rows see come here. A lane looks at one row, the next one at the other of the two
@@ -405,6 +537,35 @@ DEVICE void mask_tile(const VerifyParams& p, float (&s)[2][4], i32 token, u32 sm
   const i32 tail_begin = ld_shared_u32(smem + Smem::TAIL_BEGIN);
   const u32 seen = visible_bits(p, view.x, tail_begin, view.y, token);
   mask_scores(s, {shfl_u32(seen, lane & ~1), shfl_u32(seen, lane | 1)}, lane);
+}
+
+// New rows beside an 8-bit cache: what their scores, and their weights before V, are to be multiplied by, because
+// convert_tile() divides by less than the scale of the cache. Like mask_tile(), for the last tiles alone.
+struct NewUnits {
+  float value;
+  i32 begin;  // the new tokens begin here
+};
+DEVICE NewUnits new_units(const VerifyParams& p, u32 smem) {
+  const float scale = cache_scale(p);
+  return {floor_power(scale) / scale, (i32)ld_shared_u32(smem + Smem::SOURCE + 8)};
+}
+DEVICE void scale_new_scores(const VerifyParams& p, float (&s)[2][4], i32 token, u32 smem) {
+  const NewUnits units = new_units(p, smem);
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (token + n * 8 + lane_idx_anew() % 4 * 2 + e % 2 >= units.begin) s[n][e] *= units.value;
+}
+DEVICE void scale_new_weights(const VerifyParams& p, u32 (&weights)[4], i32 token, u32 smem) {
+  const NewUnits units = new_units(p, smem);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const f32x2 pair = unpack_pair<FLOAT16>(weights[i]);
+    const i32 first = token + i / 2 * 8 + lane_idx_anew() % 4 * 2;
+    weights[i] = pack_f16x2(pair.x * (first >= units.begin ? units.value : 1.0f),
+                            pair.y * (first + 1 >= units.begin ? units.value : 1.0f));
+  }
 }
 
 // Moves the bases of the lane's two rows up to the maxima, and publishes what that makes of the output so far.
@@ -423,7 +584,8 @@ DEVICE void raise_bases(Softmax& softmax, const float (&maxima)[2], u32 factors)
 DEVICE void find_maxima(float (&maxima)[2], const float (&s)[2][4], float scale) {
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    maxima[h] = scale * max_f32(max_f32(s[0][2 * h], s[0][2 * h + 1]), max_f32(s[1][2 * h], s[1][2 * h + 1]));
+    maxima[h] = scale * max_f32(max_f32(s[0][2 * h], s[0][2 * h + 1]), max_f32(s[1][2 * h], s[1][2 * h + 1])) -
+                (FP8 ? WEIGHT_LIFT : 0.0f);
 }
 
 DEVICE void weigh(u32 (&weights)[4], const float (&s)[2][4], Scorer& scorer) {
@@ -435,7 +597,7 @@ DEVICE void weigh(u32 (&weights)[4], const float (&s)[2][4], Scorer& scorer) {
       const float a = ex2(fma_f32(s[n][2 * h], scorer.scale, -base));
       const float b = ex2(fma_f32(s[n][2 * h + 1], scorer.scale, -base));
       scorer.softmax.sum[h] += a + b;
-      weights[2 * n + h] = pack_elements<Q_DTYPE>(a, b);
+      weights[2 * n + h] = pack_elements<MMA_DTYPE>(a, b);
     }
   }
 }
@@ -453,6 +615,7 @@ DEVICE void hand_over(const u32 (&weights)[4], bool raised, const Scorer& scorer
 DEVICE int finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) {
   const Place place = find_place(p, smem);
   const int first = place.rows.first, lane = thread_idx_anew() % WARP;
+  if constexpr (FP8) warp_sync();  // orders the lanes' reads of the units before the writes over them
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int row = scorer.warp * 16 + lane / 4 + 8 * h;
@@ -460,7 +623,7 @@ DEVICE int finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) 
     // Not asked of the maximum: where scores are NaN it stays -inf, and would hide them.
     const bool empty = sum == 0.0f;
     if (lane % 4 != 0) continue;
-    st_shared_f32(smem + Smem::RECIPROCALS + row * 4, empty ? 0.0f : 1.0f / sum);
+    st_shared_f32(smem + Smem::RECIPROCALS + row * 4, empty ? 0.0f : (FP8 ? cache_scale(p) : 1.0f) * (1.0f / sum));
     if (first + row < place.rows.end)
       store_lse(p, place.request, first + row, place.part, empty ? neg_inf() : scorer.softmax.base[h] + lg2(sum));
   }
@@ -480,13 +643,14 @@ DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
   const bool has_next = token + TILE < scorer.end;
   const u32 next = has_next ? next_stage(stage) : stage;
   if (PRODUCTS) multiply_q_k<0, TAKE_AT>(s, scorer, operands, keys, 0);
-  if (WEIGHTS) take_scores(own, scorer);
+  if (WEIGHTS) take_scores(own, scorer, smem);
   if (PRODUCTS && WEIGHTS) named_barrier_arrive(taken_barrier(scorer.warp), 2 * WARP);
   if (PRODUCTS) multiply_q_k<TAKE_AT, MAXIMA_AT>(s, scorer, operands, keys, 0);
   float maxima[2];
   bool raised = false;
   if (WEIGHTS) {
-    soft_cap(p, own);
+    if (FP8 && NEW_KV && is_masked(smem, token - TILE)) scale_new_scores(p, own, token - TILE, smem);
+    FP8 ? cap_scores(own) : soft_cap(p, own);
     if (is_masked(smem, token - TILE)) mask_tile(p, own, token - TILE, smem);
     find_maxima(maxima, own, scorer.scale);
     const Softmax& softmax = scorer.softmax;
@@ -501,6 +665,7 @@ DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
     mbarrier_wait(handover + Smem::TAKEN, handover_parity(token - TILE) ^ 1);
     if (raised) raise_bases(scorer.softmax, maxima, handover + Smem::FACTORS + scorer.warp * 64);
     weigh(weights, own, scorer);
+    if (FP8 && NEW_KV && is_masked(smem, token - TILE)) scale_new_weights(p, weights, token - TILE, smem);
   }
   if (PRODUCTS) multiply_q_k<RAISE_AT, STORE_AT>(s, scorer, operands, keys, 0);
   if (WEIGHTS) hand_over(weights, raised, scorer, smem, weights_offset);
@@ -529,7 +694,7 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   // Read anew, so that nothing of it is kept from item to item.
   const u32 thread = thread_idx_anew(), lane = thread % WARP;
   scorer.warp = make_uniform(thread / WARP);
-  scorer.scale = as_f32(make_uniform(as_u32(exponent_scale(p))));
+  scorer.scale = FP8 && !SOFT_CAP ? 1.0f : as_f32(make_uniform(as_u32(FP8 ? capped_scale(p) : exponent_scale(p))));
   scorer.fragments = keep_in_register(smem + (lane + scorer.warp * 2 * WARP) * 16);
   // Matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the B
   // fragments of the two token octets, in neighbouring registers as the tensor cores want them.
@@ -540,6 +705,7 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   init_barriers(smem);
   publish_masks(p, piece, smem);
   block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
+  if constexpr (FP8) scale_q(p, smem);
   load_q(p, smem, scorer);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 
@@ -625,7 +791,7 @@ DEVICE int finish_values(const VerifyParams& p, const Output& output, u32 smem) 
 
 // Returns the block's next item.
 DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
-  constexpr int AHEAD = STAGES;
+  constexpr int AHEAD = STAGES + CODE_STAGES;
   const Source source = make_source(p, piece);
   // Read anew, so that nothing of it is kept from item to item.
   const u32 thread = thread_idx_anew(), lane = thread % WARP;
@@ -644,11 +810,23 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     for (int i = 0; i < AHEAD; i++) prefetch_tile(p, source, i * TILE, share, first[i]);
     cp_async_wait_all();
     block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
+    if constexpr (FP8) scale_q(p, smem);
     block_sync();  // orders the reads of q before the KV copies that overwrite it
+    if constexpr (FP8) {
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++)
-      if (i * TILE < source.end)
-        copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
+      for (int i = 0; i < AHEAD; i++) {
+        const int ready = i - CODE_STAGES;
+        if (ready >= 0 && ready * TILE < source.end)
+          convert_tile(p, source, smem, ready * STAGE_BYTES, ready % CODE_STAGES * CODE_BYTES, ready * TILE);
+        copy_codes(source, smem, i % CODE_STAGES * CODE_BYTES, i * TILE,
+                   source_row(p, source, i * TILE, first[i], share));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (i * TILE < source.end)
+          copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
+    }
     page_id = find_page(p, source, AHEAD * TILE, share.row);
   }
   Output output;
@@ -658,7 +836,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     for (int i = 0; i < O_TILES; i++)
       output.o[m][i][0] = output.o[m][i][1] = output.o[m][i][2] = output.o[m][i][3] = 0.0f;
 
-  u32 stage = 0;
+  u32 stage = 0, code_stage = STAGES % max_int(CODE_STAGES, 1) * CODE_BYTES;
 #pragma unroll 1
   for (i32 token = 0; token < source.end; token += TILE, stage = next_stage(stage)) {
     const u32 full = smem + Smem::RING + stage + Smem::FULL, empty = full + Smem::EMPTY - Smem::FULL;
@@ -680,6 +858,19 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     load_weights(weights[1], fragments + handover_of(token), 3);
     warp_sync();  // orders the lanes' reads of the weights before the arrival
     if (fragments == smem) mbarrier_arrive(handover + Smem::TAKEN);
+    if constexpr (FP8) {
+      multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
+      multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
+      const Source anew = load_source(source, smem);
+      const i32 converted = token + STAGES * TILE, copied = converted + CODE_STAGES * TILE;
+      if (converted >= source.end) continue;
+      mbarrier_wait(empty, stage_parity(token));  // orders all reads of the tile before the writes
+      convert_tile(p, anew, smem, stage, code_stage, converted);
+      copy_codes(anew, smem, code_stage, copied, source_row(p, anew, copied, page_id, copy_share()));
+      page_id = find_page(p, anew, copied + TILE, copy_share().row);
+      code_stage = next_code_stage(code_stage);
+      continue;
+    }
     // The stage takes the tile that is STAGES ahead. What is copied is also waited for, so no copy is in flight when
     // the block ends.
     const i32 tile_token = token + STAGES * TILE;
@@ -696,7 +887,8 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     page_id = find_page(p, load_source(source, smem), tile_token + TILE, copy_share().row);
     multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
   }
-  all_sync();  // orders the reciprocal sums before the reads
+  if constexpr (FP8) cp_async_wait_all();  // nothing is in flight any more
+  all_sync();                              // orders the reciprocal sums before the reads
   return finish_values(p, output, smem);
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlaflash import jit, reuse
+from mlaflash.checks import is_number
 from mlaflash.device import Device, apply_budget, current_ordinal, on_device, padded_shared_bytes
 from mlaflash.errors import ShapeError
 from mlaflash.interop import ArrayView, device_view, ordinal_of
@@ -35,6 +36,8 @@ def mla_verify(
     mask: str | TreeMask = "causal",
     tail_lens: Any = None,
     new_kv: Any = None,
+    kv_dtype: Any = None,
+    kv_scale: Any = 1.0,
     logit_cap: float = 0.0,
     out: Any = None,
     lse: Any = None,
@@ -63,9 +66,9 @@ def mla_verify(
     q : array, shape (T, H, 576) or (B, S, H, 576), float32, bfloat16 or float16
         Absorbed queries: 512 latent columns, then 64 rope columns; or the pair ``(q_nope, q_pe)`` of widths 512 and 64.
         Any strides, last axis contiguous; the second form has S query tokens for every request.
-    kv_cache : array, q's dtype
+    kv_cache : array, q's dtype, or 8 bits
         ``(slots, 576)``, ``(slots, 1, 576)``, ``(pages, page_size, 576)`` or ``(pages, page_size, 1, 576)``; or the
-        pair ``(kv_c, k_pe)`` of widths 512 and 64.
+        pair ``(kv_c, k_pe)`` of widths 512 and 64. Rows of ``"fp8_ds_mla"`` are 656 wide, in one array.
     sm_scale : float
         Multiplies ``q . row``; any value finite in float32 (scores beyond its range are not). There is no default:
         0.14468 for Kimi K2.x, 0.13523 for DeepSeek-V3 (see `yarn_sm_scale`).
@@ -87,8 +90,15 @@ def mla_verify(
         Among the last q_len tokens; everything before them is visible. ``"causal"`` is aligned to the bottom right.
     tail_lens : array, shape (B,), int32, optional
         With a TreeMask: to how many last tokens its columns belong; by default q_len.
-    new_kv : array, shape (T, 576), or pair, optional
+    new_kv : array, q's dtype, shape (T, 576), or pair, optional
         The last q_len tokens of each request, read from here in place of the cache; ids then cover the prefix alone.
+    kv_dtype : {"float8_e4m3", "fp8_ds_mla"}, optional
+        What the bytes of a uint8 `kv_cache` are: numbers of e4m3fn, or vLLM's rows of 656 bytes, which hold 512 such
+        numbers, a float32 scale for each 128 of them, and 64 bfloat16 rope values. By default what the array says: its
+        element type, or its width of 656.
+    kv_scale : float, or array of one float32 on the GPU
+        Multiplies every number of a ``"float8_e4m3"`` cache, and none of `new_kv`; greater than 0. An array is read
+        when the kernels run, so that replays of a CUDA graph follow it.
     logit_cap : float
         ``logit_cap * tanh(score / logit_cap)`` before the mask; 0 for none.
     out : array, shape (T, H, 512) or (B, S, H, 512), optional
@@ -107,7 +117,8 @@ def mla_verify(
         Longest request; by default what the page table can address. No length is read from the device.
     kernel : {"naive", "tile", "mma_narrow", "mma_wide", "mma_roles"}, optional
         By default (or ``"auto"``) chosen: a tensor-core kernel where q is 16-bit, every row starts on 16 bytes, strides
-        are below 2**31 elements and a TreeMask has at most 1,024 columns; else `tile`.
+        are below 2**31 elements and a TreeMask has at most 1,024 columns; else `tile`. Caches of 8 bits are read by
+        `mma_narrow` and, ``"float8_e4m3"``, by `mma_roles` alone, on sm_89 and newer.
     tiles : KernelConfig, optional
         Constants of the kernel, such as `TileConfig`.
     deterministic : bool
@@ -152,12 +163,12 @@ def mla_verify(
     by events of its own; so they cannot be captured. Keep the inputs until the results are there.
 
     ``deterministic=True`` takes one kernel with the same constants for whatever rows: `mma_narrow` for 16-bit q, whose
-    rows must start on 16 bytes, `tile` for float32; another `kernel` or other `tiles` are refused. The KV is cut into
-    chunks of 256 tokens, counted from the first one, and these are merged in a fixed order. The promise holds for
-    finite values, for one element type of q and of `out`, on GPUs of one architecture, for one version of mlaflash and
-    of NVRTC. Rows that see the same tokens at other positions may differ. Between the two kernels lie ``T * H *
-    max_kv_len / 256`` partial results of 512 elements, and 524,288 tokens are the most: give `max_kv_len` where the
-    page table can hold more than a request has.
+    rows must start on 16 bytes, `tile` for float32; another `kernel`, other `tiles` and caches of 8 bits are refused.
+    The KV is cut into chunks of 256 tokens, counted from the first one, and these are merged in a fixed order. The
+    promise holds for finite values, for one element type of q and of `out`, on GPUs of one architecture, for one
+    version of mlaflash and of NVRTC. Rows that see the same tokens at other positions may differ. Between the two
+    kernels lie ``T * H * max_kv_len / 256`` partial results of 512 elements, and 524,288 tokens are the most: give
+    `max_kv_len` where the page table can hold more than a request has.
     """
     arrays = {
         "q": q,
@@ -184,9 +195,13 @@ def mla_verify(
         "deterministic": deterministic,
         "budget": budget,
     }
+    # On the host it is an option, on the device an array like the others.
+    arrays["kv_scale"], options["kv_scale"] = (None, kv_scale) if is_number(kv_scale) else (kv_scale, None)
+    options["kv_dtype"] = kv_dtype
     words, mask_key = (mask.words, mask.max_q) if isinstance(mask, TreeMask) else (None, mask)
     signature = reuse.Signature({**arrays, **results, "words": words}, (mask_key, *options.values()))
-    return call_or_repeat(signature, {**arrays, **results, **options, "mask": mask}, validate=validate, stream=stream)
+    arguments = {**arrays, **results, **options, "mask": mask, "kv_scale": kv_scale}
+    return call_or_repeat(signature, arguments, validate=validate, stream=stream)
 
 
 def call_or_repeat(
@@ -231,7 +246,7 @@ def call_or_repeat(
                 call.ordinal,
                 problem.out_shape,
                 problem.out_dtype,
-                problem.dtype,
+                problem.rope_offsets,
                 call.schedule.workspaces if call.launches else (),
                 call.params,
                 call.launches,

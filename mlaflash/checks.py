@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,16 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise InvalidArgumentError(f"{name} is {value!r}; it must be {' or '.join(map(repr, allowed))}.")
     return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a number of Python's or NumPy's, and no array.
+
+    Parameters
+    ----------
+    value : object
+    """
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def finite(name: str, value: Any) -> float:

@@ -22,14 +22,24 @@ from typing import Final
 from mlaflash import combine
 from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, TILE, MmaKernelConfig
-from mlaflash.params import DL, D
+from mlaflash.mma_tiles import (
+    NARROW,
+    NARROW_DS_MLA,
+    NARROW_E4M3,
+    ROLES_E4M3,
+    ROWS_32,
+    ROWS_32_PAIR,
+    ROWS_64,
+    ROWS_64_ROLES,
+    TILE,
+    MmaKernelConfig,
+)
+from mlaflash.params import DL, row_bytes
 
 TOKENS_PER_SPLIT: Final = 64
 """Fewest tokens of a split: below, starting a block costs more than its share of the KV."""
 
 _LAUNCH_US = 2.8
-_KV_ROW_BYTES = 2 * D
 _ACHIEVABLE = 0.9  # of a data sheet's bandwidth: 4.3 of the 4.8 TB/s of an H200
 _ACCURACY = 0.05  # candidates as near as this to the best one are as good for all that the model knows
 _LATER_START = 0.6  # of a block's start once another block has warmed the caches
@@ -178,6 +188,47 @@ ROW_CLASSES: Final = (
 )
 """Configurations to choose from, fewest rows first; of equal times the first one is taken."""
 
+FP8_ROW_CLASSES: Final = {
+    "float8_e4m3": (
+        RowClass(NARROW_E4M3, start_us=5.8, tile_clocks=560, counts=TileCounts(136, 32, 17_664, 9_472, 4, 0)),
+        RowClass(
+            ROLES_E4M3,
+            start_us=14.0,
+            tile_clocks=1650,
+            counts=TileCounts(544, 104, 85_520, 9_216, 16, 156),
+            takes_lists=False,
+        ),
+    ),
+    "fp8_ds_mla": (
+        RowClass(NARROW_DS_MLA, start_us=5.8, tile_clocks=800, counts=TileCounts(136, 36, 18_944, 10_752, 8, 0)),
+    ),
+}
+"""The same for caches of 8 bits, by what these hold. Their times are predicted from counts (`docs/experiments.md`)."""
+
+
+def row_classes(kv_dtype: str) -> tuple[RowClass, ...]:
+    """Return the configurations to choose from.
+
+    Parameters
+    ----------
+    kv_dtype : str
+        What the cache holds.
+    """
+    return FP8_ROW_CLASSES.get(kv_dtype, ROW_CLASSES)
+
+
+def config_for(kernel: str, kv_dtype: str) -> MmaKernelConfig:
+    """Return the constants of a kernel that is asked for by its name alone: those with the most rows.
+
+    Parameters
+    ----------
+    kernel : str
+    kv_dtype : str
+        What the cache holds.
+    """
+    return max((c.config for c in row_classes(kv_dtype) if c.config.kernel == kernel), key=lambda c: c.rows)
+
+
 # Where the tensor cores are the limit, as on no GPU that was measured, the chain around them still costs some time.
 _MMA_OVERHEAD = 1.2
 
@@ -262,6 +313,7 @@ def choose(
     row_tile: int | None = None,
     is_sparse: bool = False,
     page_size: int = 64,
+    kv_dtype: str = "bfloat16",
     speed: Speed | None = None,
 ) -> Choice:
     """Choose the configuration and the number of splits with the least predicted time.
@@ -288,6 +340,8 @@ def choose(
         Whether each query token has a list of its slots.
     page_size : int
         Tokens of a page.
+    kv_dtype : str
+        What the cache holds.
     speed : Speed or None
         None is that of the data sheet.
 
@@ -307,14 +361,16 @@ def choose(
             f"rows_per_request is {rows_per_request}, batch {batch}, max_kv_len {max_kv_len} and max_splits "
             f"{max_splits}; each must be at least 1, and max_kv_len at least 0."
         )
-    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes)
-    allowed = [c for c in ROW_CLASSES if row_tile in (None, c.config.rows)]
+    model = _Model(
+        rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes, kv_dtype
+    )
+    allowed = [c for c in row_classes(kv_dtype) if row_tile in (None, c.config.rows)]
     if not allowed:
-        known = ", ".join(str(c.config.rows) for c in ROW_CLASSES)
+        known = ", ".join(str(c.config.rows) for c in row_classes(kv_dtype))
         raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
-    fitting = [c for c in fitting_classes(device, is_sparse, page_size) if c in allowed]
+    fitting = [c for c in fitting_classes(device, is_sparse, page_size, kv_dtype) if c in allowed]
     if not fitting:
-        least = min(c.config.shared_bytes() for c in allowed if c.blocks_per_sm == 1)
+        least = min(c.config.shared_bytes(kv_dtype) for c in allowed if c.blocks_per_sm == 1)
         raise TileError(
             f"the tensor-core kernels ask for at least {least} bytes of shared memory a block; {device.name} allows "
             f"{device.shared_per_block}. Use the kernel tile.",
@@ -337,6 +393,7 @@ def choice_of(
     device: Device,
     *,
     partial_bytes: int = 2,
+    kv_dtype: str = "bfloat16",
     speed: Speed | None = None,
 ) -> Choice:
     """Predict a call with given constants and splits.
@@ -346,11 +403,13 @@ def choice_of(
     config : MmaKernelConfig
         Constants that are none of `ROW_CLASSES` cost what the nearest of them do: same rows, threads, kernel.
     num_splits : int
-    rows_per_request, batch, max_kv_len, device, partial_bytes, speed
+    rows_per_request, batch, max_kv_len, device, partial_bytes, kv_dtype, speed
         As in `choose`.
     """
-    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes)
-    row_class = _nearest_class(config)
+    model = _Model(
+        rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes, kv_dtype
+    )
+    row_class = _nearest_class(config, kv_dtype)
     prediction = model.prediction(row_class, num_splits)
     return Choice(config, num_splits, prediction.total_us, model.reasons(row_class, num_splits), prediction)
 
@@ -363,6 +422,7 @@ def candidates(
     *,
     partial_bytes: int = 2,
     page_size: int = 64,
+    kv_dtype: str = "bfloat16",
 ) -> list[tuple[MmaKernelConfig, int, float]]:
     """List what a measurement may try, with predicted microseconds, the least of them first.
 
@@ -370,12 +430,12 @@ def candidates(
 
     Parameters
     ----------
-    rows_per_request, batch, max_kv_len, device, partial_bytes, page_size
+    rows_per_request, batch, max_kv_len, device, partial_bytes, page_size, kv_dtype
         As in `choose`.
     """
-    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed_of(device), partial_bytes)
+    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed_of(device), partial_bytes, kv_dtype)
     # Whatever pages it was measured on: a measurement decides here.
-    classes = fitting_classes(device, page_size=max(page_size, TILE))
+    classes = fitting_classes(device, page_size=max(page_size, TILE), kv_dtype=kv_dtype)
     found = [
         (c.config, splits, model.prediction(c, splits).total_us)
         for c in classes
@@ -398,7 +458,9 @@ def usable_splits(num_splits: int, max_kv_len: int) -> int:
     return _ceil(tiles, _ceil(tiles, most))
 
 
-def fitting_classes(device: Device, is_sparse: bool = False, page_size: int = 64) -> list[RowClass]:
+def fitting_classes(
+    device: Device, is_sparse: bool = False, page_size: int = 64, kv_dtype: str = "bfloat16"
+) -> list[RowClass]:
     """List the configurations that `choose` takes on a device: as many blocks of each as it counts on fit an SM.
 
     Parameters
@@ -408,32 +470,52 @@ def fitting_classes(device: Device, is_sparse: bool = False, page_size: int = 64
         Whether each query token has a list of its slots.
     page_size : int
         Tokens of a page.
+    kv_dtype : str
+        What the cache holds.
     """
     capability = parse_arch(device.arch)[0]
-    allowed = [c for c in ROW_CLASSES if capability >= c.least_capability and c.takes_lists >= is_sparse]
+    allowed = [c for c in row_classes(kv_dtype) if capability >= c.least_capability and c.takes_lists >= is_sparse]
     allowed = [c for c in allowed if page_size >= c.least_page_size]
-    return [c for c in allowed if occupancy_blocks(c.config.shared_bytes(), device) >= c.blocks_per_sm]
+    return [c for c in allowed if occupancy_blocks(c.config.shared_bytes(kv_dtype), device) >= c.blocks_per_sm]
 
 
-def start_tiles(config: MmaKernelConfig, device: Device) -> int:
+def blocks_per_sm(config: MmaKernelConfig, device: Device, kv_dtype: str = "bfloat16") -> int:
+    """Count the blocks that share a multiprocessor.
+
+    Parameters
+    ----------
+    config : MmaKernelConfig
+    device : Device
+    kv_dtype : str
+        What the cache holds.
+    """
+    # Threads of these kernels take up to 255 registers, so that an SM has room for 256, or for the 384 of `mma_roles`.
+    room = max(1, 256 // config.threads)
+    known = [c.blocks_per_sm for c in row_classes(kv_dtype) if c.config == config]
+    return min(occupancy_blocks(config.shared_bytes(kv_dtype), device), known[0] if known else room)
+
+
+def start_tiles(config: MmaKernelConfig, device: Device, kv_dtype: str = "bfloat16") -> int:
     """Return what starting on another row tile costs a block that runs already, in KV tiles.
 
     Parameters
     ----------
     config : MmaKernelConfig
     device : Device
+    kv_dtype : str
+        What the cache holds.
     """
-    row_class = _nearest_class(config)
-    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2).tile_us(row_class)
+    row_class = _nearest_class(config, kv_dtype)
+    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2, kv_dtype).tile_us(row_class)
     return max(1, round(_LATER_START * row_class.start_us / tile_us))
 
 
-def _nearest_class(config: MmaKernelConfig) -> RowClass:
+def _nearest_class(config: MmaKernelConfig, kv_dtype: str) -> RowClass:
     def distance(row_class: RowClass) -> tuple[bool, ...]:
         known = row_class.config
         return known.rows != config.rows, known.threads != config.threads, known.kernel != config.kernel
 
-    return min(ROW_CLASSES, key=distance)
+    return min(row_classes(kv_dtype), key=distance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +526,7 @@ class _Model:
     num_sms: int
     speed: Speed
     partial_bytes: int
+    kv_dtype: str
 
     @property
     def tiles(self) -> int:
@@ -489,7 +572,7 @@ class _Model:
 
     def memory_us(self, row_class: RowClass, splits: int) -> float:
         # Row tiles of a request run side by side: all but one read from the level-2 cache, half of that time hidden.
-        kv_mb = self.batch * self.kv_len * _KV_ROW_BYTES / 1e6
+        kv_mb = self.batch * self.kv_len * row_bytes(self.kv_dtype) / 1e6
         again_mb = (self.row_tiles(row_class) - 1) * kv_mb
         dram_us = (kv_mb + self.partial_mb(splits)) * 1e3 / (_ACHIEVABLE * self.speed.dram_gbps)
         return row_class.start_us + dram_us + 0.5 * again_mb * 1e3 / self.speed.l2_gbps
@@ -530,7 +613,7 @@ class _Model:
                 "start_us": row_class.start_us,
                 "tile_clocks": row_class.tile_clocks,
                 **{f"{name}_per_tile": count for name, count in asdict(row_class.counts).items()},
-                "kv_mb": self.batch * self.kv_len * _KV_ROW_BYTES / 1e6,
+                "kv_mb": self.batch * self.kv_len * row_bytes(self.kv_dtype) / 1e6,
                 "partial_mb": 0.0 if splits == 1 else self.partial_mb(splits),
             },
         )

@@ -18,8 +18,17 @@ CUDA_MANAGED: Final = 13
 VERSION: Final = (1, 0)
 """The newest that is asked for."""
 
-_BOOL, _BFLOAT, _FLOAT8_E4M3FN = 6, 4, 10
+_BOOL, _BFLOAT = 6, 4
 _KINDS = {0: "int", 1: "uint", 2: "float", 5: "complex"}
+_FLOATS_OF_8_BITS = {
+    7: "float8_e3m4",
+    8: "float8_e4m3",
+    9: "float8_e4m3b11fnuz",
+    10: "float8_e4m3fn",
+    11: "float8_e4m3fnuz",
+    12: "float8_e5m2",
+    13: "float8_e5m2fnuz",
+}
 _READ_ONLY, _IS_COPIED = 1, 2
 
 
@@ -137,7 +146,9 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _element(name: str, tensor: _Tensor) -> tuple[str, int]:
     code, bits = tensor.code, tensor.bits
-    dtype = {(_BOOL, 8): "bool", (_BFLOAT, 16): "bfloat16", (_FLOAT8_E4M3FN, 8): "float8_e4m3fn"}.get((code, bits))
+    dtype = {(_BOOL, 8): "bool", (_BFLOAT, 16): "bfloat16"}.get((code, bits))
+    if dtype is None and bits == 8:
+        dtype = _FLOATS_OF_8_BITS.get(code)
     if dtype is None and code in _KINDS:
         dtype = f"{_KINDS[code]}{bits}"
     if dtype is None or tensor.lanes != 1 or bits % 8:

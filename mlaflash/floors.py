@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mlaflash.cost import speed_of
 from mlaflash.device import Device
-from mlaflash.params import DL, D, numpy_dtype
+from mlaflash.params import DL, D, numpy_dtype, row_bytes
 from mlaflash.shape import VerifyShape
 
 _MMA_FLOP = 2 * 16 * 8 * 16
@@ -93,7 +93,7 @@ def roofline(shape: VerifyShape, device: Device | None = None, *, kv_lens: Seque
     out_itemsize = numpy_dtype(shape.out_dtype or shape.dtype).itemsize
     speed = speed_of(device)
     return Roofline(
-        kv_bytes=int(seen.max(axis=1).sum()) * D * itemsize,
+        kv_bytes=int(seen.max(axis=1).sum()) * row_bytes(shape.stored),
         other_bytes=len(lens) * shape.rows * (D * itemsize + DL * out_itemsize + 4),
         flop=2 * (D + DL) * shape.num_heads * int(seen.sum()),
         read_gb_s=speed.dram_gbps,

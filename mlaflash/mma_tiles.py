@@ -7,7 +7,7 @@ from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from mlaflash.checks import integer
 from mlaflash.errors import TileError
-from mlaflash.params import D
+from mlaflash.params import DL, DR, D
 
 TILE: Final = 16
 """KV tokens of a tile, and rows of a tensor-core operand."""
@@ -17,6 +17,11 @@ MAX_TAIL_LEN: Final = 1024
 
 _ROW_PITCH: Final = 2 * D + 16
 _WARP: Final = 32
+
+
+def _slice_pitch(kv_dtype: str) -> int:
+    """Bytes of a quarter of a cache row in shared memory; a scale of "fp8_ds_mla" takes 16."""
+    return {"float8_e4m3": D // 4, "fp8_ds_mla": DL // 4 + DR // 4 * 2 + 16}.get(kv_dtype, 2 * D // 4)
 
 
 @runtime_checkable
@@ -182,6 +187,8 @@ class MmaNarrowConfig:
         KV tiles in each warp's ring, at least 2: one is in use.
     exchange_buffers : int
         Buffers for the scores that a group's warps exchange: 2 save a barrier a tile.
+    step_tiles : int
+        Tiles that a group takes at once, 1 or, over a cache of 8 bits, 2.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -197,10 +204,13 @@ class MmaNarrowConfig:
     kv_groups: int = 2
     stages: int = 2
     exchange_buffers: int = 2
+    step_tiles: int = 1
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
+        if self.step_tiles not in (1, 2):
+            raise TileError(f"step_tiles is {self.step_tiles}; it must be 1, or 2 for a cache of 8 bits. Use 1.")
         if self.kv_groups not in (1, 2) or self.exchange_buffers not in (1, 2):
             raise TileError(
                 f"kv_groups is {self.kv_groups} and exchange_buffers {self.exchange_buffers}; each must be 1 or 2. "
@@ -227,17 +237,18 @@ class MmaNarrowConfig:
         return 4 * _WARP * self.kv_groups
 
     def defines(self) -> dict[str, int]:
-        """Return KV_GROUPS, STAGES and EXCHANGE_BUFFERS."""
+        """Return KV_GROUPS, STAGES, EXCHANGE_BUFFERS and STEP_TILES."""
         return {
             "KV_GROUPS": self.kv_groups,
             "STAGES": self.stages,
             "EXCHANGE_BUFFERS": self.exchange_buffers,
+            "STEP_TILES": self.step_tiles,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
         """Bytes of the warps' rings, each a quarter of a KV row wide and with page ids, and of their partial scores."""
-        ring = self.stages * TILE * (2 * D // 4 + 4)
-        scores = self.exchange_buffers * TILE * TILE * 4
+        ring = self.stages * self.step_tiles * TILE * (_slice_pitch(kv_dtype) + 4)
+        scores = self.exchange_buffers * self.step_tiles * TILE * TILE * 4
         return self.threads // _WARP * (ring + scores)
 
     def as_dict(self) -> dict[str, int]:
@@ -250,6 +261,12 @@ NARROW: Final = MmaNarrowConfig()
 
 NARROW_PAIR: Final = MmaNarrowConfig(kv_groups=1, exchange_buffers=1)
 """Row tiles of 16, two blocks an SM: 41,472 bytes. What deterministic calls take."""
+
+NARROW_E4M3: Final = MmaNarrowConfig(exchange_buffers=1, step_tiles=2)
+"""Row tiles of 16 over a cache of e4m3, one block an SM: 92,160 bytes."""
+
+NARROW_DS_MLA: Final = MmaNarrowConfig(stages=3, exchange_buffers=1)
+"""Row tiles of 16 over rows of 656 bytes, one block an SM: 77,312 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +281,8 @@ class MmaRolesConfig:
         Of the 18 steps through a score warp's half of q, those that stay in shared memory for want of registers.
     lookahead : int
         Operand loads that a score warp issues ahead of the products that use them.
+    code_stages : int
+        Tiles in the ring that a cache of 8 bits comes through, from which the other one is filled; 0 for 16 bits.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -279,12 +298,18 @@ class MmaRolesConfig:
     stages: int = 4
     shared_steps: int = 4
     lookahead: int = 2
+    code_stages: int = 0
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
-        if self.stages not in (4, 8):
+        if self.code_stages == 0 and self.stages not in (4, 8):
             raise TileError(f"stages is {self.stages}; it must be 4 or 8, because q passes through four. Use 4.")
+        if self.code_stages < 0 or self.stages < 3:
+            raise TileError(
+                f"code_stages is {self.code_stages} and stages {self.stages}; a cache of 8 bits takes at least 1 "
+                "and 3. Use 1 and 3."
+            )
         if not 0 <= self.shared_steps <= 5:
             raise TileError(f"shared_steps is {self.shared_steps}; it must be 0 to 5. Use 4.")
         if self.lookahead not in (1, 2):
@@ -308,17 +333,25 @@ class MmaRolesConfig:
         return 12 * _WARP
 
     def defines(self) -> dict[str, int]:
-        """Return STAGES, SHARED_STEPS and LOOKAHEAD."""
-        return {"STAGES": self.stages, "SHARED_STEPS": self.shared_steps, "LOOKAHEAD": self.lookahead}
+        """Return STAGES, SHARED_STEPS, LOOKAHEAD and CODE_STAGES."""
+        return {
+            "STAGES": self.stages,
+            "SHARED_STEPS": self.shared_steps,
+            "LOOKAHEAD": self.lookahead,
+            "CODE_STAGES": self.code_stages,
+        }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
-        """Bytes of the ring, a part of q, partial scores, two buffers of weights, and of what masks and rows need."""
-        ring = self.stages * (TILE * _ROW_PITCH + 16)
-        q = 4 * self.shared_steps * 1024
+        """Bytes of the rings, a part of q, partial scores, two buffers of weights, and of what masks and rows need."""
+        stage = TILE * _ROW_PITCH + 16
         exchange = 4 * 1024
+        ring = self.stages * stage + exchange
+        if self.code_stages:
+            ring = max(ring + self.code_stages * TILE * D, self.rows // 16 * stage)
+        q = 4 * self.shared_steps * 1024
         handover = 2 * (4 * 512 + 512)
         rows = self.rows * (4 + 8)
-        return ring + q + exchange + handover + rows + MAX_TAIL_LEN // 8 + 32
+        return ring + q + handover + rows + MAX_TAIL_LEN // 8 + 32
 
     def as_dict(self) -> dict[str, int]:
         """Return the constants, and `nsplit` where it is set."""
@@ -327,6 +360,9 @@ class MmaRolesConfig:
 
 ROWS_64_ROLES: Final = MmaRolesConfig()
 """Row tiles of 64: 101,344 bytes, 168 registers."""
+
+ROLES_E4M3: Final = MmaRolesConfig(stages=3, shared_steps=5, code_stages=1)
+"""Row tiles of 64 over a cache of e4m3: 101,344 bytes, 168 registers."""
 
 MmaKernelConfig: TypeAlias = MmaNarrowConfig | MmaRolesConfig | MmaWideConfig
 """Constants of any of these kernels."""

@@ -8,6 +8,7 @@ may lie in an invisible token.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ def mla_verify(
     mask: str | TreeMask = "causal",
     tail_lens: Any = None,
     new_kv: Any = None,
+    kv_dtype: str | None = None,
+    kv_scale: Any = 1.0,
     logit_cap: float = 0.0,
     out: Array | None = None,
     lse: Array | None = None,
@@ -66,7 +69,7 @@ def mla_verify(
         Absorbed queries: 512 latent columns, then 64 rope columns.
     kv_cache : array, or the pair (kv_c, k_pe) of widths 512 and 64
         ``(slots, 576)``, ``(slots, 1, 576)``, ``(pages, page_size, 576)`` or ``(pages, page_size,
-        1, 576)``.
+        1, 576)``. Rows of ``"fp8_ds_mla"`` are 656 bytes.
     sm_scale : float
         Multiplies ``q . k``; any finite value. There is no default (see `yarn_sm_scale`).
     kv_lens : array, shape (B,), integers
@@ -93,6 +96,12 @@ def mla_verify(
     new_kv : array, shape (T, 576), or the pair of widths 512 and 64, optional
         Rows of the last q_len tokens of each request, which then are not read from the cache; its
         page ids cover the tokens before them. `kv_lens` still counts them.
+    kv_dtype : {"float8_e4m3", "fp8_ds_mla"}, optional
+        What a cache of bytes holds: numbers of e4m3fn (OCP 8-bit floating point specification,
+        revision 1.0), or rows of 512 such numbers, four float32 scales of 128 of them each, and 64
+        bfloat16 rope values. Arrays of e4m3fn and rows of 656 bytes need no word.
+    kv_scale : float, or array of one
+        Multiplies the numbers of a ``"float8_e4m3"`` cache.
     logit_cap : float
         ``logit_cap * tanh(score / logit_cap)`` before the mask; 0 leaves scores alone.
     out, lse : numpy.ndarray, optional
@@ -146,7 +155,9 @@ def mla_verify(
         )
     cached_lens = lens if new_parts is None else np.maximum(lens - q_lens, 0)
     tables = _page_tables(kv_indptr, kv_indices, block_table, batch)
-    cache = _Cache.open(kv_cache, page_size, dense=block_table is None and kv_indices is None, batch=batch)
+    cache = _Cache.open(
+        kv_cache, kv_dtype, kv_scale, page_size, dense=block_table is None and kv_indices is None, batch=batch
+    )
 
     result = np.zeros((*queries.shape[:-1], DL))
     logs = np.full(queries.shape[:-1], -np.inf)
@@ -172,6 +183,8 @@ def mla_sparse(
     *,
     sm_scale: float,
     topk_lens: Any = None,
+    kv_dtype: str | None = None,
+    kv_scale: Any = 1.0,
     logit_cap: float = 0.0,
     out: Array | None = None,
     lse: Array | None = None,
@@ -196,6 +209,8 @@ def mla_sparse(
         Multiplies ``q . k``; any finite value.
     topk_lens : array, shape (T,), integers, optional
         How many first entries of each row of `indices` count; those behind are never looked at.
+    kv_dtype, kv_scale
+        As in `mla_verify`.
     logit_cap : float
         ``logit_cap * tanh(score / logit_cap)``; 0 leaves scores alone.
     out, lse, out_dtype, lse_base, kernel, tiles, budget, validate
@@ -230,7 +245,8 @@ def mla_sparse(
         )
     if lens.size and lens.max() > topk:
         raise InvalidArgumentError(f"topk_lens has {lens.max()}; indices has only {topk} entries a row.")
-    parts = [part.reshape(-1, part.shape[-1]) for part in _parts("kv_cache", kv_cache)]
+    stored, decode = _stored(kv_cache, kv_dtype, kv_scale)
+    parts = [part.reshape(-1, part.shape[-1]) for part in stored]
     result = np.zeros((*queries.shape[:-1], DL))
     logs = np.full(queries.shape[:-1], -np.inf)
     for token in range(num_tokens):
@@ -240,7 +256,7 @@ def mla_sparse(
             raise InvalidArgumentError(
                 f"indices[{token}, {wrong[0]}] is {slots[wrong[0]]}; it must be -1 or a slot, 0 to {len(parts[0]) - 1}."
             )
-        rows = _join([part[slots[slots >= 0]] for part in parts])
+        rows = decode([part[slots[slots >= 0]] for part in parts])
         own = slice(token, token + 1)
         result[own], logs[own] = _attend(queries[own], rows, np.ones((1, len(rows)), np.bool_), sm_scale, logit_cap)
     logs /= math.log(2) if lse_base == "2" else 1.0
@@ -291,14 +307,18 @@ def _visible(mask: str | TreeMask, rows: slice, kv_len: int, tail_len: int) -> B
 
 @dataclass(frozen=True)
 class _Cache:
-    """A paged pool; `parts` are arrays (pages or slots, tokens of one row, width)."""
+    """A paged pool; `parts` are arrays (pages or slots, tokens of one row, width), `decode` reads rows of them."""
 
     parts: list[Array]
     page_size: int
+    decode: Callable[[list[Array]], Floats]
 
     @classmethod
-    def open(cls, kv_cache: Any, page_size: int | None, *, dense: bool, batch: int) -> _Cache:
-        parts = [_as_pages(part) for part in _parts("kv_cache", kv_cache)]
+    def open(
+        cls, kv_cache: Any, kv_dtype: str | None, kv_scale: Any, page_size: int | None, *, dense: bool, batch: int
+    ) -> _Cache:
+        stored_parts, decode = _stored(kv_cache, kv_dtype, kv_scale)
+        parts = [_as_pages(part) for part in stored_parts]
         stored, held = parts[0].shape[:2]
         if page_size is None:
             page_size = held
@@ -314,7 +334,7 @@ class _Cache:
             )
         if dense and batch == 1 and held == page_size == 1:
             page_size = stored  # the slots of the only request, in order
-        cache = cls(parts, int(page_size))
+        cache = cls(parts, int(page_size), decode)
         if dense and cache.num_pages < batch:
             raise InvalidArgumentError(
                 f"kv_cache has {cache.num_pages} pages and there are {batch} requests; without"
@@ -347,7 +367,53 @@ class _Cache:
         token = np.arange(num_tokens)
         slot = table[token // self.page_size] * self.page_size + token % self.page_size
         held = self.parts[0].shape[1]
-        return _join([part[slot // held, slot % held] for part in self.parts])
+        return self.decode([part[slot // held, slot % held] for part in self.parts])
+
+
+def _stored(kv_cache: Any, kv_dtype: str | None, kv_scale: Any) -> tuple[list[Array], Callable[[list[Array]], Floats]]:
+    """Return the arrays of a cache, and what turns some of their rows into numbers."""
+    scale = _finite("kv_scale", np.asarray(kv_scale).reshape(()))
+    arrays = [np.asarray(part) for part in (kv_cache if isinstance(kv_cache, (tuple, list)) else [kv_cache])]
+    if kv_dtype is None and arrays[0].dtype.name in ("uint8", "float8_e4m3fn"):
+        kv_dtype = "fp8_ds_mla" if arrays[0].shape[-1] == _DS_MLA_BYTES else "float8_e4m3"
+        if kv_dtype == "float8_e4m3" and arrays[0].dtype == np.uint8:
+            raise InvalidArgumentError("kv_cache is uint8, which says no type; pass kv_dtype.")
+    if scale <= 0 or (scale != 1 and kv_dtype != "float8_e4m3"):
+        raise InvalidArgumentError(f"kv_scale is {scale}; it must be positive, and belongs to a cache of float8_e4m3.")
+    if kv_dtype is None or kv_dtype == arrays[0].dtype.name:
+        return _parts("kv_cache", kv_cache), _join
+    if kv_dtype not in ("float8_e4m3", "fp8_ds_mla") or any(part.itemsize != 1 for part in arrays):
+        raise ShapeError(f"kv_dtype is {kv_dtype!r} and kv_cache {arrays[0].dtype}; the bytes must be of that type.")
+    widths = [_DS_MLA_BYTES] if kv_dtype == "fp8_ds_mla" else [D] if len(arrays) == 1 else [DL, DR]
+    if [part.shape[-1] for part in arrays] != widths:
+        raise ShapeError(f"kv_cache has widths {[part.shape[-1] for part in arrays]}; a {kv_dtype} one has {widths}.")
+    codes = [part.view(np.uint8) for part in arrays]
+    if kv_dtype == "fp8_ds_mla":
+        return codes, lambda rows: _read_ds_mla(rows[0])
+    return codes, lambda rows: scale * _E4M3[np.concatenate(rows, axis=-1)]
+
+
+def _read_ds_mla(rows: Array) -> Floats:
+    """Return the numbers in rows of 656 bytes."""
+    latent, scales, rope = np.split(np.ascontiguousarray(rows), [DL, DL + 16], axis=-1)
+    each = np.ascontiguousarray(scales).view(np.float32).astype(np.float64).repeat(128, axis=-1)
+    # A bfloat16 is the upper half of a float32.
+    upper = np.ascontiguousarray(rope).view(np.uint16).astype(np.uint32) << 16
+    return np.concatenate([_E4M3[latent] * each, upper.view(np.float32).astype(np.float64)], axis=-1)
+
+
+def _e4m3_numbers() -> Floats:
+    """Return the number of each code: sign, four bits of exponent with a bias of 7, three of mantissa; no infinity."""
+    numbers = []
+    for code in range(256):
+        exponent, mantissa = code >> 3 & 15, code & 7
+        size = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
+        numbers.append((math.nan if code & 127 == 127 else size) * (-1 if code & 128 else 1))
+    return np.array(numbers)
+
+
+_DS_MLA_BYTES = DL + 4 * 4 + DR * 2
+_E4M3 = _e4m3_numbers()
 
 
 def _as_pages(part: Array) -> Array:

@@ -16,10 +16,20 @@ DR: Final = 64
 D: Final = DL + DR
 
 DTYPE_CODES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""Element types of q and of out, and of a cache that holds what the model computes."""
+
+FP8_CODES: Final = {"float8_e4m3": 3, "fp8_ds_mla": 4}
+"""Caches in 8 bits: ``float8_e4m3`` rows are 576 numbers of e4m3fn, times one scale for all. ``fp8_ds_mla`` rows are
+`DS_MLA_BYTES` bytes: 512 numbers of e4m3fn, a float32 scale for each 128 of them, 64 of bfloat16."""
+
+DS_MLA_BYTES: Final = DL + DL // 128 * 4 + DR * 2
+DS_MLA_ROPE: Final = DS_MLA_BYTES - DR * 2
+"""Where the rope columns of such a row begin."""
+
 MASK_CODES: Final = {"none": 0, "causal": 1, "tree": 2}
 
 _POINTERS = (
-    *("q_nope", "q_pe", "kv_c", "k_pe", "new_kv_c", "new_k_pe"),
+    *("q_nope", "q_pe", "kv_c", "k_pe", "new_kv_c", "new_k_pe", "kv_scale"),
     *("qo_indptr", "kv_lens", "kv_indptr", "page_ids", "mask_words", "tail_lens"),
     *("out", "lse", "partial_out", "partial_lse", "scores", "counters"),
 )
@@ -47,7 +57,7 @@ PARAMS_DTYPE: Final = np.dtype(
             "vectorized",
         )
     ]
-    + [("sm_scale", np.float32), ("logit_cap", np.float32)]
+    + [("sm_scale", np.float32), ("logit_cap", np.float32), ("kv_scale_value", np.float32)]
     + [(name, np.uint64) for name in ("work_items", "work_merges", "work_scratch")]
     + [(name, np.int32) for name in ("work_blocks", "work_row_tiles", "work_start_tiles", "work_least_tiles")]
     + [("lse_base_2", np.int32)],
@@ -58,6 +68,19 @@ PARAMS_DTYPE: Final = np.dtype(
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the NumPy type of an element type's name; bfloat16 is that of `ml_dtypes`."""
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def row_bytes(kv_dtype: str) -> int:
+    """Return the size of a cache row.
+
+    Parameters
+    ----------
+    kv_dtype : str
+        A key of `DTYPE_CODES` or of `FP8_CODES`.
+    """
+    if kv_dtype in FP8_CODES:
+        return DS_MLA_BYTES if kv_dtype == "fp8_ds_mla" else D
+    return D * numpy_dtype(kv_dtype).itemsize
 
 
 def new_params(**fields: Any) -> npt.NDArray[np.void]:

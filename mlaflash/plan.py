@@ -12,18 +12,28 @@ import numpy.typing as npt
 
 from mlaflash import cost, mask_pack
 from mlaflash.attention import Export, output_views
-from mlaflash.checks import choice, finite, integer
-from mlaflash.device import Device, occupancy_blocks
+from mlaflash.checks import choice, finite, integer, is_number
+from mlaflash.device import Device
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
 from mlaflash.mask_formats import words_per_row
 from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaKernelConfig, feature_defines
-from mlaflash.params import DL, MASK_CODES, new_params, numpy_dtype
-from mlaflash.problem import Problem, check_pages, element_type, soft_cap, vector
+from mlaflash.params import DL, FP8_CODES, MASK_CODES, new_params, numpy_dtype
+from mlaflash.problem import Problem, check_pages, element_type, kv_element_type, kv_scale_view, soft_cap, vector
 from mlaflash.reuse import Recent, Reusable, Signature
-from mlaflash.schedule import Launch, Schedule, build_params, mma_refusal
+from mlaflash.schedule import (
+    FP8_KERNELS,
+    MMA_KERNELS,
+    Launch,
+    Schedule,
+    build_params,
+    check_cache,
+    check_fp8,
+    fp8_kernels,
+    mma_refusal,
+)
 from mlaflash.tiles import KernelConfig, check_shared, dtype_defines
 
 MAX_WORK_BLOCKS: Final = 1024
@@ -50,7 +60,7 @@ class Capacity:
     ----------
     num_heads, max_batch, max_q_len, max_kv_len, max_tokens, page_size, max_ids : int
     sm_scale, logit_cap : float
-    dtype, out_dtype, id_dtype, mask : str
+    dtype, kv_dtype, out_dtype, id_dtype, mask : str
     block_table, new_kv, split_kv, copy_ids : bool
     lse_base : str
     """
@@ -65,6 +75,7 @@ class Capacity:
     sm_scale: float
     logit_cap: float
     dtype: str
+    kv_dtype: str
     out_dtype: str
     id_dtype: str
     mask: str
@@ -129,9 +140,12 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
     ------
     InvalidArgumentError
         `tiles` belong to another kernel.
+    UnsupportedError
+        The cache holds 8 bits, and the kernel or the device does not read those.
     TileError
         The configuration does not fit the device.
     """
+    check_fp8(capacity.kv_dtype, device)
     if tiles is None:
         choice = cost.choose(
             max(capacity.rows, 1),
@@ -139,6 +153,7 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
             capacity.max_kv_len,
             device,
             page_size=capacity.page_size,
+            kv_dtype=capacity.kv_dtype,
         )
         config, reasons = choice.config, choice.reasons[:1]
     elif isinstance(tiles, MmaKernelConfig):
@@ -148,16 +163,21 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
             f"tiles is {tiles!r}; a plan takes MmaNarrowConfig, MmaWideConfig or MmaRolesConfig. Leave it out to have "
             "it chosen."
         )
+    if config.kernel not in FP8_KERNELS.get(capacity.kv_dtype, MMA_KERNELS):
+        raise UnsupportedError(
+            f"tiles are those of {config.kernel}, which does not read a {capacity.kv_dtype} cache; "
+            f"{fp8_kernels(capacity.kv_dtype)}. Leave tiles out to have them chosen."
+        )
     config = replace(config, nsplit=None)
-    check_shared(config, device, capacity.dtype)
+    check_cache(config, capacity.kv_dtype)
+    check_shared(config, device, capacity.kv_dtype)
     row_tiles = max(1, -(-capacity.rows // config.rows))
-    # Threads of these kernels take up to 255 registers, so that an SM has room for 256, or for the 384 of `mma_roles`.
-    blocks_per_sm = min(occupancy_blocks(config.shared_bytes(), device), max(1, 256 // config.threads))
+    blocks_per_sm = cost.blocks_per_sm(config, device, capacity.kv_dtype)
     slots = min(device.num_sms * blocks_per_sm, MAX_WORK_BLOCKS)
     # Row tiles of one request side by side, each in step with the others: they share what they read.
     blocks = slots // row_tiles * row_tiles if row_tiles < slots else slots
     reasons += (f"{blocks} blocks share the work of a step on {device.num_sms} SMs",)
-    return Work(config, blocks, row_tiles, cost.start_tiles(config, device), reasons)
+    return Work(config, blocks, row_tiles, cost.start_tiles(config, device, capacity.kv_dtype), reasons)
 
 
 class Backend(Protocol):
@@ -255,8 +275,13 @@ def check_capacity(
             "q_dtype is 'float32'; a plan serves the tensor-core kernels, which take bfloat16 and float16. Call "
             "mla_verify for float32."
         )
-    if kv_dtype is not None and element_type("kv_dtype", kv_dtype) != dtype:
-        raise UnsupportedError(f"kv_dtype is {kv_dtype!r} and q_dtype {dtype!r}; both must be the same.")
+    kv_name = dtype if kv_dtype is None else kv_element_type("kv_dtype", kv_dtype)
+    if kv_name not in (dtype, *FP8_CODES):
+        raise UnsupportedError(
+            f"kv_dtype is {kv_dtype!r} and q_dtype {dtype!r}; allowed are q_dtype itself, {', '.join(FP8_CODES)}."
+        )
+    if kv_name == "fp8_ds_mla" and split_kv:
+        raise UnsupportedError("split_kv is set and kv_dtype 'fp8_ds_mla', whose rows are one array. Leave it out.")
     if mask not in MASK_CODES:
         raise InvalidArgumentError(
             f"mask is {mask!r}; a plan is made for one of {', '.join(map(repr, MASK_CODES))}, and update() takes the "
@@ -274,6 +299,7 @@ def check_capacity(
         sm_scale=finite("sm_scale", sm_scale),
         logit_cap=soft_cap(logit_cap),
         dtype=dtype,
+        kv_dtype=kv_name,
         out_dtype=dtype if out_dtype is None else element_type("out_dtype", out_dtype),
         id_dtype=id_name,
         mask=mask,
@@ -316,8 +342,9 @@ class VerifyPlan:
         Most query tokens of a step; by default ``max_batch * max_q_len``. Bounds the tree mask alone.
     max_ids : int, optional
         With `kv_indptr`: most page ids of a step; by default what `max_batch` requests of `max_kv_len` need.
-    q_dtype, kv_dtype : {"bfloat16", "float16"}
-        Both the same.
+    q_dtype : {"bfloat16", "float16"}
+    kv_dtype : {"bfloat16", "float16", "float8_e4m3", "fp8_ds_mla"}, optional
+        q's by default, or a cache of 8 bits as in `mla_verify`.
     out_dtype : {"bfloat16", "float16", "float32"}, optional
         By default q's.
     id_dtype : {"int32", "int64"}
@@ -646,6 +673,7 @@ class VerifyPlan:
         kv_cache: Any,
         *,
         new_kv: Any = None,
+        kv_scale: Any = 1.0,
         out: Any = None,
         lse: Any = None,
         stream: Any = None,
@@ -656,6 +684,8 @@ class VerifyPlan:
         ----------
         q, kv_cache, new_kv
             As in `mla_verify`. Rows of q behind the last request are padding: out 0, lse -inf.
+        kv_scale : float, or array of one float32
+            As in `mla_verify`. A CUDA graph keeps the number, or the address of the array.
         out, lse : array, optional
             As in `mla_verify`. Without them they are allocated, which is the one thing here that is more than a launch.
         stream : object, optional
@@ -683,13 +713,25 @@ class VerifyPlan:
             if makes_out or makes_lse:
                 new_out, new_lse, export = backend.results(q, (*first.shape[:-1], DL), self.capacity.out_dtype, stream)
                 out, lse = (new_out if makes_out else out), (new_lse if makes_lse else lse)
-            given = {"q": q, "kv_cache": kv_cache, "new_kv": new_kv, "out": out, "lse": lse}
+            scale_value, scale_array = (kv_scale, None) if is_number(kv_scale) else (1.0, kv_scale)
+            if scale_array is None and (kv_scale is None or scale_value != 1):
+                kv_scale_view(backend.view, kv_scale, self.capacity.kv_dtype)
+            given = {
+                "q": q,
+                "kv_cache": kv_cache,
+                "new_kv": new_kv,
+                "kv_scale": scale_array,
+                "out": out,
+                "lse": lse,
+            }
             signature = Signature(given, (), backend.locate)
             known = self._known.get(signature.key)
             if known is None:
-                known = self._bind(q, kv_cache, new_kv, out, lse)
+                known = self._bind(q, kv_cache, new_kv, kv_scale, out, lse)
                 self._known.put(signature.key, known)
             known.point(signature.addresses, {"page_ids": self._page_ids})
+            if self.capacity.kv_dtype == "float8_e4m3":
+                known.params["kv_scale_value"] = scale_value
             touched: Mapping[str, Any] = self._touched(given) if backend.keeps_track else {}
             for launch in known.launches:
                 launch(stream, touched)
@@ -721,7 +763,7 @@ class VerifyPlan:
         arrays = {name: array for name, array in arrays.items() if array is not None}
         return arrays | self._pieces | {"page_ids": self._ids_array}
 
-    def _bind(self, q: Any, kv_cache: Any, new_kv: Any, out: Any, lse: Any) -> Reusable:
+    def _bind(self, q: Any, kv_cache: Any, new_kv: Any, kv_scale: Any, out: Any, lse: Any) -> Reusable:
         """Check arrays of a layout that is new, and make their launches ready."""
         capacity, stand_ins = self.capacity, self._pieces["stand_ins"]
         q_shape = (q[0] if isinstance(q, tuple | list) else q).shape
@@ -748,6 +790,8 @@ class VerifyPlan:
             page_size=capacity.page_size,
             mask=mask,
             new_kv=new_kv,
+            kv_dtype=capacity.kv_dtype if capacity.kv_dtype in FP8_CODES else None,
+            kv_scale=kv_scale,
             logit_cap=capacity.logit_cap,
             lse_base=capacity.lse_base,
             out_dtype=capacity.out_dtype,
@@ -762,7 +806,7 @@ class VerifyPlan:
         for name, value in fields.items():
             params[name] = value
         launches = () if problem.is_empty else self._load(params)
-        return Reusable.of(0, problem.out_shape, problem.out_dtype, problem.dtype, (), params, launches)
+        return Reusable.of(0, problem.out_shape, problem.out_dtype, problem.rope_offsets, (), params, launches)
 
     def _check_problem(self, problem: Problem) -> None:
         capacity = self.capacity
@@ -771,6 +815,8 @@ class VerifyPlan:
                 f"q is {problem.dtype} with {problem.num_heads} heads; the plan was made for {capacity.dtype} with "
                 f"{capacity.num_heads}."
             )
+        if problem.kv_dtype != capacity.kv_dtype:
+            raise ShapeError(f"kv_cache is {problem.kv_dtype}; the plan was made for {capacity.kv_dtype}.")
         if (problem.new_kv is not None) != capacity.new_kv:
             raise InvalidArgumentError(
                 f"new_kv is {'missing' if problem.new_kv is None else 'given'}; the plan was made with "
@@ -807,15 +853,17 @@ def run_launches(capacity: Capacity, work: Work) -> tuple[Launch, Launch]:
     work : Work
     """
     config = work.config
-    types = dtype_defines(capacity.dtype, capacity.out_dtype, capacity.out_dtype) | {"PLANNED_ROWS": config.rows}
+    planned, out_dtype = {"PLANNED_ROWS": config.rows}, capacity.out_dtype
+    types = dtype_defines(capacity.dtype, out_dtype, out_dtype) | planned
+    kv_types = dtype_defines(capacity.dtype, out_dtype, out_dtype, capacity.kv_dtype) | planned
     features = feature_defines(capacity.logit_cap, capacity.new_kv, capacity.split_kv)
     return (
         Launch(
             config.kernel,
-            types | config.defines() | features,
+            kv_types | config.defines() | features,
             (work.blocks, 1, 1),
             config.threads,
-            config.shared_bytes(capacity.dtype),
+            config.shared_bytes(capacity.kv_dtype),
         ),
         Launch(
             "combine_planned",

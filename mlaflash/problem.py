@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from mlaflash.checks import choice, finite, integer
+from mlaflash.checks import choice, finite, integer, is_number
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
 from mlaflash.masks import TreeMask
-from mlaflash.params import DL, DR, DTYPE_CODES, MASK_CODES, D
+from mlaflash.params import DL, DR, DS_MLA_BYTES, DS_MLA_ROPE, DTYPE_CODES, FP8_CODES, MASK_CODES, D
 
 View = Callable[[str, Any], ArrayView]
 
 _IDS = ("int32", "int64")
+_E4M3 = "float8_e4m3fn"
+_BYTES = ("uint8", "void8")  # the second is how NumPy spells the 8-bit floats of others in an array interface
 _MAX_LISTS = 65_535  # blocks along the last axes of a grid
 _LEAST_CAP = float(np.finfo(np.float32).tiny)
 
@@ -34,12 +36,15 @@ class Rows:
         Whether the rope columns follow the latent ones in the same array.
     shape : tuple of int
         Without the last axis.
+    rope_offset : int
+        Bytes from the first element of `rope` to the first rope column.
     """
 
     latent: ArrayView
     rope: ArrayView
     fused: bool
     shape: tuple[int, ...]
+    rope_offset: int
 
     @property
     def dtype(self) -> str:
@@ -54,10 +59,17 @@ class Rows:
     @property
     def rope_ptr(self) -> int:
         """Address of the first rope element."""
-        return self.rope.ptr + (DL * self.rope.itemsize if self.fused else 0)
+        return self.rope.ptr + self.rope_offset
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape with the last axis, of two arrays as if they were one."""
+        return (*self.shape, self.latent.shape[-1] if self.fused else D)
 
     def is_contiguous(self) -> bool:
         """Whether the rope columns of every row follow its latent ones in memory, in one array or two views of one."""
+        if self.fused:
+            return True
         if self.rope_ptr != self.latent_ptr + DL * self.latent.itemsize:
             return False
         # An axis of length 1 is never stepped along.
@@ -84,8 +96,14 @@ class Problem:
         ``(T, H)`` or ``(B, S, H)`` rows of queries.
     kv : Rows
         Cache rows: ``(slots,)``, ``(pages, page_size)`` or ``(pages, page_size, 1)``.
+    kv_dtype : str
+        What they hold: q's element type, or a key of `mlaflash.params.FP8_CODES`.
+    kv_scale : ArrayView or None
+        Of one float32 on the device, which multiplies every number of a ``float8_e4m3`` cache.
+    kv_scale_value : float
+        In its place, where it is None.
     new_kv : Rows or None
-        ``(T,)`` rows.
+        ``(T,)`` rows of q's element type.
     num_tokens, num_heads, batch, max_q_len : int
         T, H, B, and the largest number of query tokens that a request can have.
     num_pages, page_size, max_kv_len : int
@@ -100,6 +118,9 @@ class Problem:
 
     q: Rows
     kv: Rows
+    kv_dtype: str
+    kv_scale: ArrayView | None
+    kv_scale_value: float
     new_kv: Rows | None
     kv_lens: ArrayView | None
     kv_indptr: ArrayView | None
@@ -127,8 +148,13 @@ class Problem:
 
     @property
     def dtype(self) -> str:
-        """Element type of q and of the KV."""
+        """Element type of q, and of KV that is not `is_fp8`."""
         return self.q.dtype
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache holds numbers of 8 bits."""
+        return self.kv_dtype in FP8_CODES
 
     @property
     def rows(self) -> int:
@@ -139,6 +165,12 @@ class Problem:
     def out_shape(self) -> tuple[int, ...]:
         """Shape of out; lse has all axes but the last."""
         return (*self.q.shape, DL)
+
+    @property
+    def rope_offsets(self) -> dict[str, int]:
+        """Bytes from the latent to the rope columns of rows in one array, by the name of the argument."""
+        rows = {"q": self.q, "kv_cache": self.kv, "new_kv": self.new_kv}
+        return {name: given.rope_offset for name, given in rows.items() if given is not None}
 
     @property
     def is_split_kv(self) -> bool:
@@ -177,6 +209,8 @@ class Problem:
         mask: Any = "causal",
         tail_lens: Any = None,
         new_kv: Any = None,
+        kv_dtype: Any = None,
+        kv_scale: Any = 1.0,
         logit_cap: float = 0.0,
         out_dtype: Any = None,
         lse_base: Any = "e",
@@ -205,7 +239,8 @@ class Problem:
         UnsupportedError
             Widths other than 512 + 64, or element types that no kernel takes.
         """
-        q_rows, kv_rows = _q_and_kv(view, q, (3, 4), "(T, H, 576) or (B, S, H, 576)", kv_cache)
+        q_rows, kv_rows, kv_name = _q_and_kv(view, q, (3, 4), "(T, H, 576) or (B, S, H, 576)", kv_cache, kv_dtype)
+        scale, scale_value = kv_scale_view(view, kv_scale, kv_name)
         lens = vector(view, "kv_lens", kv_lens, ("int32",))
         batch = lens.shape[0]
         num_tokens = math.prod(q_rows.shape[:-1])
@@ -225,9 +260,9 @@ class Problem:
         new_rows = None
         if new_kv is not None:
             new_rows = _rows(view, "new_kv", new_kv, (2,), "(T, 576)")
-            if new_rows.shape != (num_tokens,) or new_rows.dtype != kv_rows.dtype:
+            if new_rows.shape != (num_tokens,) or new_rows.dtype != q_rows.dtype:
                 raise ShapeError(
-                    f"new_kv has {new_rows.shape[0]} rows of {new_rows.dtype}; one {kv_rows.dtype} row for each of "
+                    f"new_kv has {new_rows.shape[0]} rows of {new_rows.dtype}; one {q_rows.dtype} row for each of "
                     f"the {num_tokens} query tokens is needed."
                 )
         mode, words, columns = _mask(view, mask, num_tokens)
@@ -251,6 +286,9 @@ class Problem:
         return cls(
             q=q_rows,
             kv=kv_rows,
+            kv_dtype=kv_name,
+            kv_scale=scale,
+            kv_scale_value=scale_value,
             new_kv=new_rows,
             kv_lens=lens,
             kv_indptr=kv_ptrs,
@@ -286,6 +324,8 @@ class Problem:
         indices: Any,
         sm_scale: float,
         topk_lens: Any = None,
+        kv_dtype: Any = None,
+        kv_scale: Any = 1.0,
         logit_cap: float = 0.0,
         out_dtype: Any = None,
         lse_base: Any = "e",
@@ -308,7 +348,8 @@ class Problem:
         ShapeError, InvalidArgumentError, UnsupportedError
             As in `from_arrays`.
         """
-        q_rows, kv_rows = _q_and_kv(view, q, (3,), "(T, H, 576)", kv_cache)
+        q_rows, kv_rows, kv_name = _q_and_kv(view, q, (3,), "(T, H, 576)", kv_cache, kv_dtype)
+        scale, scale_value = kv_scale_view(view, kv_scale, kv_name)
         num_tokens, num_heads = q_rows.shape
         if num_tokens > _MAX_LISTS:
             raise UnsupportedError(
@@ -320,6 +361,9 @@ class Problem:
         return cls(
             q=q_rows,
             kv=kv_rows,
+            kv_dtype=kv_name,
+            kv_scale=scale,
+            kv_scale_value=scale_value,
             new_kv=None,
             kv_lens=lens,
             kv_indptr=None,
@@ -354,36 +398,146 @@ class Problem:
         InvalidArgumentError
             Naming the argument, the first bad request or entry, and what is allowed.
         """
+        if self.kv_scale is not None:
+            positive("kv_scale", float(to_host(self.kv_scale).reshape(())))
         if self.is_sparse:
             _validate_lists(self)
         else:
             _validate(self)
 
 
-def _q_and_kv(view: View, q: Any, q_ranks: tuple[int, ...], q_shapes: str, kv_cache: Any) -> tuple[Rows, Rows]:
+def _q_and_kv(
+    view: View, q: Any, q_ranks: tuple[int, ...], q_shapes: str, kv_cache: Any, kv_dtype: Any
+) -> tuple[Rows, Rows, str]:
     q_rows = _rows(view, "q", q, q_ranks, q_shapes)
     _check_dtype("q", q_rows)
-    kv_rows = _rows(view, "kv_cache", kv_cache, (2, 3, 4), "(slots, 576) or (pages, page_size, 576)")
-    if kv_rows.dtype != q_rows.dtype:
+    kv_rows, kv_name = _cache(_views(view, "kv_cache", kv_cache), kv_dtype)
+    if kv_name in FP8_CODES:
+        if q_rows.dtype == "float32":
+            raise UnsupportedError(
+                f"q is float32 and kv_cache {kv_name}; a cache of 8 bits takes q in bfloat16 or float16. Cast q."
+            )
+    elif kv_name != q_rows.dtype:
         raise ShapeError(
-            f"kv_cache is {kv_rows.dtype} and q is {q_rows.dtype}; both must have the same element type. Cast one."
+            f"kv_cache is {kv_name} and q is {q_rows.dtype}; both must have the same element type. Cast one."
         )
     if q_rows.shape[-1] < 1:
         raise ShapeError("q has 0 heads; at least 1 is needed.")
-    return q_rows, kv_rows
+    return q_rows, kv_rows, kv_name
+
+
+def _cache(views: list[ArrayView], kv_dtype: Any) -> tuple[Rows, str]:
+    """Return the rows of a cache, and the name of what they hold."""
+    ranks, shapes = (2, 3, 4), "(slots, 576) or (pages, page_size, 576)"
+    given, width = views[0].dtype, views[0].shape[-1:]
+    if given.startswith("float8_") and given != _E4M3:
+        raise UnsupportedError(
+            f"kv_cache is {given}; of the floats of 8 bits {_E4M3} alone is read, and rows of 'fp8_ds_mla'. Store the "
+            "cache as one of those."
+        )
+    name = None if kv_dtype is None else kv_element_type("kv_dtype", kv_dtype)
+    if name is None and given == _E4M3:
+        name = "float8_e4m3"
+    elif name is None and given in _BYTES:
+        if len(views) > 1 or width != (DS_MLA_BYTES,):
+            raise ShapeError(
+                f"kv_cache is {given} {views[0].shape}, which does not say what its bytes are. Say "
+                f"kv_dtype='float8_e4m3' for rows of {D} bytes; rows of {DS_MLA_BYTES} are 'fp8_ds_mla'."
+            )
+        name = "fp8_ds_mla"
+    allowed = {"float8_e4m3": (*_BYTES, _E4M3), "fp8_ds_mla": _BYTES}.get(name or given, (name or given,))
+    if given not in allowed:
+        raise ShapeError(
+            f"kv_cache is {given} and kv_dtype {name!r}, which comes in arrays of "
+            f"{' or '.join(each for each in allowed if each != 'void8')}. View or cast it."
+        )
+    if name != "fp8_ds_mla":
+        return _joined("kv_cache", views, ranks, shapes), name or given
+    if len(views) > 1:
+        raise ShapeError(
+            f"kv_cache is a pair and kv_dtype 'fp8_ds_mla', whose scales lie between the two. Give the one array of "
+            f"rows of {DS_MLA_BYTES} bytes."
+        )
+    _check_rows(views[0], DS_MLA_BYTES, ranks, shapes.replace(str(D), str(DS_MLA_BYTES)))
+    return Rows(views[0], views[0], True, views[0].shape[:-1], DS_MLA_ROPE), name
+
+
+def kv_scale_view(view: View, kv_scale: Any, kv_dtype: str) -> tuple[ArrayView | None, float]:
+    """Check the scale of a cache.
+
+    Parameters
+    ----------
+    view : callable
+        As in `Problem.from_arrays`.
+    kv_scale : float or array
+    kv_dtype : str
+        What the cache holds.
+
+    Returns
+    -------
+    array : ArrayView or None
+        None for a number.
+    value : float
+        The number; 1 for an array.
+
+    Raises
+    ------
+    ShapeError, InvalidArgumentError
+        It is not one positive number, or the cache has no such scale.
+    """
+    if kv_dtype != "float8_e4m3" and not (is_number(kv_scale) and kv_scale == 1):
+        raise InvalidArgumentError(
+            f"kv_scale is given and kv_cache is {kv_dtype}; it is the scale of a 'float8_e4m3' cache alone. Leave it "
+            "out."
+        )
+    if is_number(kv_scale) or kv_scale is None or isinstance(kv_scale, str | bytes):
+        return None, positive("kv_scale", kv_scale)
+    array = view("kv_scale", kv_scale)
+    if array.dtype != "float32" or math.prod(array.shape) != 1:
+        raise ShapeError(f"kv_scale is {array.dtype} {array.shape}; it must be a number, or one float32. Cast it.")
+    return array, 1.0
+
+
+def positive(name: str, value: Any) -> float:
+    """Return a scale: finite and greater than 0.
+
+    Parameters
+    ----------
+    name : str
+    value : float
+
+    Raises
+    ------
+    InvalidArgumentError
+        It is something else.
+    """
+    number = finite(name, value)
+    if number <= 0:
+        raise InvalidArgumentError(f"{name} is {number}; it must be greater than 0.")
+    return number
 
 
 def _rows(view: View, name: str, array: Any, ranks: tuple[int, ...], shapes: str) -> Rows:
+    return _joined(name, _views(view, name, array), ranks, shapes)
+
+
+def _views(view: View, name: str, array: Any) -> list[ArrayView]:
     if not isinstance(array, tuple | list):
-        fused = view(name, array)
-        _check_rows(fused, D, ranks, shapes)
-        return Rows(fused, fused, True, fused.shape[:-1])
+        return [view(name, array)]
     if len(array) != 2:
         raise ShapeError(
             f"{name} is a {type(array).__name__} of {len(array)} arrays; give one array of width {D}, or two of "
             f"widths {DL} and {DR}."
         )
-    latent, rope = view(f"{name}[0]", array[0]), view(f"{name}[1]", array[1])
+    return [view(f"{name}[{place}]", part) for place, part in enumerate(array)]
+
+
+def _joined(name: str, views: list[ArrayView], ranks: tuple[int, ...], shapes: str) -> Rows:
+    if len(views) == 1:
+        (fused,) = views
+        _check_rows(fused, D, ranks, shapes)
+        return Rows(fused, fused, True, fused.shape[:-1], DL * fused.itemsize)
+    latent, rope = views
     _check_rows(latent, DL, ranks, shapes)
     _check_rows(rope, DR, ranks, shapes)
     if latent.shape[:-1] != rope.shape[:-1] or latent.dtype != rope.dtype:
@@ -391,7 +545,7 @@ def _rows(view: View, name: str, array: Any, ranks: tuple[int, ...], shapes: str
             f"{name}[0] is {latent.dtype} {latent.shape} and {name}[1] is {rope.dtype} {rope.shape}; all axes but the "
             "last and the element type must agree."
         )
-    return Rows(latent, rope, False, latent.shape[:-1])
+    return Rows(latent, rope, False, latent.shape[:-1], 0)
 
 
 def _check_rows(array: ArrayView, width: int, ranks: tuple[int, ...], shapes: str) -> None:
@@ -501,8 +655,8 @@ def one_token_axis(array: ArrayView) -> ArrayView:
 def _pages(kv: Rows, page_size: int | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
     if len(kv.shape) == 3 and kv.shape[2] != 1:
         raise ShapeError(
-            f"kv_cache has shape {(*kv.shape, D)}; a fourth axis counts KV heads, of which MLA has 1: (pages, "
-            "page_size, 1, 576)."
+            f"kv_cache has shape {kv.full_shape}; a fourth axis counts KV heads, of which MLA has 1: (pages, "
+            f"page_size, 1, {kv.full_shape[-1]})."
         )
     if len(kv.shape) == 1 or (kv.shape[1] == 1 and page_size is not None):
         size = 1 if page_size is None else page_size
@@ -514,7 +668,7 @@ def _pages(kv: Rows, page_size: int | None) -> tuple[int, int, tuple[int, int], 
         return kv.shape[0] // size, size, steps[0], steps[1]
     if page_size is not None and page_size != kv.shape[1]:
         raise ShapeError(
-            f"page_size is {page_size} and kv_cache has shape {(*kv.shape, D)}, pages of {kv.shape[1]} tokens; they "
+            f"page_size is {page_size} and kv_cache has shape {kv.full_shape}, pages of {kv.shape[1]} tokens; they "
             "must agree."
         )
     steps = tuple((array.strides[0], array.strides[1]) for array in (kv.latent, kv.rope))
@@ -650,6 +804,29 @@ def element_type(name: str, value: Any) -> str:
     if found not in DTYPE_CODES:
         raise UnsupportedError(f"{name} is {value!r}; allowed are {', '.join(DTYPE_CODES)}.")
     return found
+
+
+def kv_element_type(name: str, value: Any) -> str:
+    """Return the name of what a cache holds.
+
+    Parameters
+    ----------
+    name : str
+        What the caller calls it.
+    value : str or dtype
+        A dtype of e4m3fn is ``float8_e4m3``.
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel reads it.
+    """
+    found = value if isinstance(value, str) else dtype_name(value)
+    allowed = (*DTYPE_CODES, *FP8_CODES)
+    # The type of that name that others have is not e4m3fn: it has infinities.
+    if found == _E4M3 or (found in allowed and (isinstance(value, str) or found not in FP8_CODES)):
+        return "float8_e4m3" if found == _E4M3 else found
+    raise UnsupportedError(f"{name} is {value!r}; allowed are {', '.join(allowed)}, where float8_e4m3 is {_E4M3}.")
 
 
 def _first(bad: np.ndarray[Any, Any]) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlaflash.interop import fingerprint
-from mlaflash.params import DL, PARAMS_DTYPE, numpy_dtype
+from mlaflash.params import PARAMS_DTYPE
 from mlaflash.schedule import Workspace
 
 CAPACITY: Final = 256
@@ -29,6 +29,7 @@ _POINTERS: Final = {
     "qo_indptr": "qo_indptr",
     "tail_lens": "tail_lens",
     "words": "mask_words",
+    "kv_scale": "kv_scale",
     "out": "out",
     "lse": "lse",
 }
@@ -60,8 +61,8 @@ class Reusable:
         CUDA's number of the GPU.
     out_shape : tuple of int
     out_dtype : str
-    rope_offset : int
-        Bytes from the latent to the rope columns of a fused row.
+    rope_offsets : dict of str to int
+        Bytes from the latent to the rope columns of a fused row, by the name of the argument.
     workspaces : tuple of Workspace
         Memory between the kernels, new in every call.
     params : numpy.ndarray
@@ -75,7 +76,7 @@ class Reusable:
     ordinal: int
     out_shape: tuple[int, ...]
     out_dtype: str
-    rope_offset: int
+    rope_offsets: dict[str, int]
     workspaces: tuple[Workspace, ...]
     params: npt.NDArray[np.void]
     words: memoryview[int]
@@ -87,7 +88,7 @@ class Reusable:
         ordinal: int,
         out_shape: tuple[int, ...],
         out_dtype: str,
-        dtype: str,
+        rope_offsets: dict[str, int],
         workspaces: tuple[Workspace, ...],
         params: npt.NDArray[np.void],
         launches: tuple[Any, ...],
@@ -98,15 +99,14 @@ class Reusable:
         ----------
         ordinal : int
         out_shape : tuple of int
-        out_dtype, dtype : str
-            Of the result, and of q and the cache.
+        out_dtype : str
+        rope_offsets : dict of str to int
         workspaces : tuple of Workspace
         params : numpy.ndarray
         launches : tuple
         """
-        rope_offset = DL * numpy_dtype(dtype).itemsize
         words = memoryview(params.view(np.uint64).data)
-        return cls(ordinal, out_shape, out_dtype, rope_offset, workspaces, params, words, launches)
+        return cls(ordinal, out_shape, out_dtype, rope_offsets, workspaces, params, words, launches)
 
     def point(self, addresses: Mapping[str, Any], pointers: Mapping[str, int]) -> None:
         """Set the addresses of the next launch.
@@ -126,7 +126,7 @@ class Reusable:
                 continue
             latent, rope = _ROW_WORDS[name]
             if isinstance(address, int):
-                words[latent], words[rope] = address, address + self.rope_offset
+                words[latent], words[rope] = address, address + self.rope_offsets[name]
             else:
                 words[latent], words[rope] = address
         for name, pointer in pointers.items():

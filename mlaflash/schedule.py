@@ -8,27 +8,26 @@ from typing import Any
 import numpy as np
 
 from mlaflash import combine, cost, tuned
-from mlaflash.device import Device, occupancy_blocks
-from mlaflash.errors import InvalidArgumentError, UnsupportedError
+from mlaflash.device import Device, occupancy_blocks, parse_arch
+from mlaflash.errors import InvalidArgumentError, TileError, UnsupportedError
 from mlaflash.interop import ArrayView
 from mlaflash.mma_tiles import (
     MAX_TAIL_LEN,
-    NARROW,
     NARROW_PAIR,
     ROWS_32,
-    ROWS_64,
-    ROWS_64_ROLES,
     MmaKernelConfig,
     MmaNarrowConfig,
     MmaRolesConfig,
     feature_defines,
 )
-from mlaflash.params import MASK_CODES, new_params, page_divisor
+from mlaflash.params import FP8_CODES, MASK_CODES, new_params, page_divisor
 from mlaflash.problem import Problem
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, check_shared, dtype_defines, list_defines
 
 MMA_KERNELS = ("mma_narrow", "mma_wide", "mma_roles")
 KERNELS = ("naive", "tile", *MMA_KERNELS)
+FP8_KERNELS = {"float8_e4m3": ("mma_narrow", "mma_roles"), "fp8_ds_mla": ("mma_narrow",)}
+"""Those that read caches of 8 bits, by what these hold."""
 
 NAIVE_SCORES_LIMIT = 1 << 30
 """Largest workspace of `naive` in bytes: it keeps a float32 score for each row and KV token."""
@@ -40,6 +39,7 @@ and written at a ninth of the bytes of the KV for each row tile of 16."""
 _TOKENS_PER_SPLIT = 64
 _WAVES = 2
 _NARROW_BLOCKS = 2  # of NARROW_PAIR that the registers of an SM hold
+_FP8_CAPABILITY = (8, 9)
 _MAX_STRIDE = 2**31 - 1
 _MAX_BATCH = 65535
 
@@ -140,16 +140,20 @@ def plan(
     Raises
     ------
     UnsupportedError
-        There is no such kernel, the problem is too large for `naive`, or no kernel does it deterministically.
+        There is no such kernel, the problem is too large for `naive`, no kernel does it deterministically, or the cache
+        holds 8 bits and the kernel or the device does not read those.
     InvalidArgumentError
         `tiles` belong to another kernel, or are not those of a deterministic call.
     TileError
         The configuration does not fit the device.
     """
+    check_fp8(problem.kv_dtype, device)
     if deterministic:
         return _plan_deterministic(problem, device, kernel, tiles)
     config = _choose(kernel, tiles, problem, device)
-    check_shared(config, device, problem.dtype)
+    _check_kernel(config.kernel, problem)
+    check_cache(config, problem.kv_dtype)
+    check_shared(config, device, problem.kv_dtype)
     if isinstance(config, NaiveConfig):
         return _plan_naive(problem, config)
     if isinstance(config, TileConfig):
@@ -157,6 +161,74 @@ def plan(
     if isinstance(config, MmaKernelConfig):
         return _plan_mma(problem, config, device)
     raise UnsupportedError(f"kernel {config.kernel!r} is not one of {', '.join(KERNELS)}.")
+
+
+def check_fp8(kv_dtype: str, device: Device) -> None:
+    """Refuse a cache of 8 bits where the device cannot convert its numbers.
+
+    Parameters
+    ----------
+    kv_dtype : str
+    device : Device
+
+    Raises
+    ------
+    UnsupportedError
+        With both names.
+    """
+    if kv_dtype in FP8_CODES and parse_arch(device.arch)[0] < _FP8_CAPABILITY:
+        raise UnsupportedError(
+            f"kv_cache is {kv_dtype} and {device.name} is {device.arch}; sm_89 is the least that converts numbers of "
+            "8 bits. Use a newer GPU, or a 16-bit cache."
+        )
+
+
+def check_cache(config: KernelConfig, kv_dtype: str) -> None:
+    """Refuse constants that are for caches of the other width.
+
+    Parameters
+    ----------
+    config : KernelConfig
+    kv_dtype : str
+        What the cache holds.
+
+    Raises
+    ------
+    TileError
+        With the constant and what is allowed.
+    """
+    is_fp8 = kv_dtype in FP8_CODES
+    if isinstance(config, MmaNarrowConfig) and config.step_tiles > 1 and not is_fp8:
+        raise TileError(
+            f"step_tiles is {config.step_tiles} and kv_cache is {kv_dtype}; more than 1 is for caches of 8 bits. Use 1."
+        )
+    if isinstance(config, MmaRolesConfig) and (config.code_stages > 0) != is_fp8:
+        raise TileError(
+            f"code_stages is {config.code_stages} and kv_cache is {kv_dtype}; it is 0 for caches of 16 bits alone. "
+            f"Use {int(is_fp8)}."
+        )
+
+
+def fp8_kernels(kv_dtype: str) -> str:
+    """Say which kernels read a cache of 8 bits.
+
+    Parameters
+    ----------
+    kv_dtype : str
+    """
+    kernels = FP8_KERNELS[kv_dtype]
+    return f"{' and '.join(kernels)} {'does' if len(kernels) == 1 else 'do'}"
+
+
+def _check_kernel(kernel: str, problem: Problem) -> None:
+    """Refuse a kernel that does not read the cache; where there is nothing but padding, none does."""
+    if not problem.is_fp8 or not problem.batch or kernel in FP8_KERNELS[problem.kv_dtype]:
+        return
+    refusal = mma_refusal(problem)
+    instead = f", but not this problem: {refusal}." if refusal else ". Leave kernel and tiles out."
+    raise UnsupportedError(
+        f"kernel {kernel!r} does not read a {problem.kv_dtype} cache; {fp8_kernels(problem.kv_dtype)}{instead}"
+    )
 
 
 def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, device: Device) -> KernelConfig:
@@ -169,14 +241,13 @@ def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, de
                 f"tiles is {tiles!r} and kernel is {name!r}; the tiles must be those of the kernel. Leave one out."
             )
         return tiles
+    if name is not None:
+        _check_kernel(name, problem)
     if name == "naive":
         return NaiveConfig()
-    if name == "mma_narrow":
-        return NARROW
-    if name == "mma_wide":
-        return ROWS_32 if problem.max_q_len * problem.num_heads <= ROWS_32.rows else ROWS_64
-    if name == "mma_roles":
-        return ROWS_64_ROLES
+    if name in MMA_KERNELS:
+        few = name == "mma_wide" and problem.max_q_len * problem.num_heads <= ROWS_32.rows
+        return ROWS_32 if few else cost.config_for(name, problem.kv_dtype)
     if name is None and mma_refusal(problem) is None:
         choice = mma_choice(problem, device)
         return replace(choice.config, nsplit=choice.num_splits)
@@ -209,6 +280,7 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
         row_tile=row_tile,
         is_sparse=problem.is_sparse,
         page_size=problem.page_size,
+        kv_dtype=problem.kv_dtype,
     )
 
 
@@ -272,11 +344,12 @@ def mma_refusal(problem: Problem) -> str | None:
 def _plan_mma(problem: Problem, config: MmaKernelConfig, device: Device) -> Schedule:
     refusal = mma_refusal(problem)
     if refusal is not None:
-        raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}. Use the kernel tile.")
+        instead = "" if problem.is_fp8 else " Use the kernel tile."
+        raise UnsupportedError(f"kernel {config.kernel!r} does not take this problem: {refusal}.{instead}")
     if problem.is_sparse and isinstance(config, MmaRolesConfig):
         raise UnsupportedError(
-            f"kernel {config.kernel!r} does not take lists of slots; mma_narrow and mma_wide do. Leave kernel and "
-            "tiles out to have them chosen."
+            f"kernel {config.kernel!r} does not take lists of slots; mma_narrow does, and mma_wide with caches of 16 "
+            "bits. Leave kernel and tiles out to have them chosen."
         )
     # One at least: the last request's blocks also write the padding behind it.
     row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))
@@ -287,10 +360,10 @@ def _plan_mma(problem: Problem, config: MmaKernelConfig, device: Device) -> Sche
     features |= list_defines(problem.is_sparse)
     launch = Launch(
         config.kernel,
-        dtype_defines(problem.dtype, problem.out_dtype, partial_dtype) | config.defines() | features,
+        dtype_defines(problem.dtype, problem.out_dtype, partial_dtype, problem.kv_dtype) | config.defines() | features,
         (row_tiles, splits, problem.batch),
         config.threads,
-        config.shared_bytes(problem.dtype),
+        config.shared_bytes(problem.kv_dtype),
     )
     return with_combine(problem, config, launch, splits, partial_dtype)
 
@@ -307,6 +380,10 @@ def deterministic_config(dtype: str) -> TileConfig | MmaNarrowConfig:
 
 
 def _plan_deterministic(problem: Problem, device: Device, kernel: str | None, tiles: KernelConfig | None) -> Schedule:
+    if problem.is_fp8:
+        raise UnsupportedError(
+            f"deterministic is set and kv_cache is {problem.kv_dtype}; no kernel does that. Leave deterministic out."
+        )
     config = deterministic_config(problem.dtype)
     if kernel not in (None, "auto", config.kernel) or tiles not in (None, config):
         raise InvalidArgumentError(
@@ -446,6 +523,7 @@ def build_params(
         "q_pe": q.rope_ptr,
         "kv_c": kv.latent_ptr,
         "k_pe": kv.rope_ptr,
+        "kv_scale": problem.kv_scale.ptr if problem.kv_scale is not None else 0,
         "out": out.ptr,
         "lse": lse.ptr,
         "q_nope_stride_t": q.latent.strides[-3],
@@ -473,6 +551,7 @@ def build_params(
         "vectorized": problem.is_aligned,
         "sm_scale": problem.sm_scale,
         "logit_cap": problem.logit_cap,
+        "kv_scale_value": problem.kv_scale_value,
         "lse_base_2": problem.lse_base == "2",
     }
     for name, view in (

@@ -12,13 +12,13 @@ import numpy as np
 from mlaflash import combine, cost, mask_pack, schedule, tuned
 from mlaflash.checks import integer
 from mlaflash.device import Device
-from mlaflash.errors import InvalidArgumentError
+from mlaflash.errors import InvalidArgumentError, UnsupportedError
 from mlaflash.interop import ArrayView, numpy_view
 from mlaflash.mask_formats import words_per_row
 from mlaflash.masks import TreeMask
-from mlaflash.params import DL, DR, MASK_CODES, D, numpy_dtype
+from mlaflash.params import DL, DR, FP8_CODES, MASK_CODES, D, numpy_dtype, row_bytes
 from mlaflash.plan import Capacity, check_capacity, choose_work, plan_launch, run_launches
-from mlaflash.problem import Problem, element_type
+from mlaflash.problem import Problem, element_type, kv_element_type
 from mlaflash.schedule import Launch
 from mlaflash.tiles import TileConfig
 
@@ -56,7 +56,9 @@ class VerifyShape:
     page_size : int
         Tokens of a page.
     dtype : {"bfloat16", "float16", "float32"}
-        Of q and of the cache.
+        Of q, and of the cache where `kv_dtype` is left out.
+    kv_dtype : {"float8_e4m3", "fp8_ds_mla"}, optional
+        What a cache of 8 bits holds; by default `dtype`.
     out_dtype : {"bfloat16", "float16", "float32"}, optional
         By default `dtype`.
     mask : {"causal", "none", "tree"}
@@ -81,6 +83,7 @@ class VerifyShape:
     batch: int = 1
     page_size: int = 1
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
     out_dtype: str | None = None
     mask: str = "causal"
     new_kv: bool = False
@@ -94,6 +97,16 @@ class VerifyShape:
         if self.kv_len > _LONGEST:
             raise InvalidArgumentError(f"kv_len is {self.kv_len}; kernels count tokens in int32, up to {_LONGEST}.")
         object.__setattr__(self, "dtype", element_type("dtype", self.dtype))
+        if self.kv_dtype is not None:
+            name = kv_element_type("kv_dtype", self.kv_dtype)
+            if name != self.dtype and (name not in FP8_CODES or self.dtype == "float32"):
+                raise UnsupportedError(
+                    f"kv_dtype is {name!r} and dtype {self.dtype!r}; allowed are dtype itself and, where that has 16 "
+                    f"bits, {', '.join(FP8_CODES)}."
+                )
+            object.__setattr__(self, "kv_dtype", None if name == self.dtype else name)
+        if self.kv_dtype == "fp8_ds_mla" and self.split_kv:
+            raise UnsupportedError("split_kv is set and kv_dtype 'fp8_ds_mla', whose rows are one array. Leave it out.")
         if self.out_dtype is not None:
             object.__setattr__(self, "out_dtype", element_type("out_dtype", self.out_dtype))
         if self.mask not in MASK_CODES:
@@ -103,6 +116,11 @@ class VerifyShape:
     def rows(self) -> int:
         """Most packed rows of a request."""
         return self.q_len * self.num_heads
+
+    @property
+    def stored(self) -> str:
+        """What the cache holds: `kv_dtype`, or `dtype`."""
+        return self.kv_dtype or self.dtype
 
     @property
     def logit_cap(self) -> float:
@@ -125,6 +143,7 @@ class VerifyShape:
             sm_scale=_ANY_SCALE,
             page_size=self.page_size,
             q_dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             out_dtype=self.out_dtype,
             mask=self.mask,
             new_kv=self.new_kv,
@@ -134,11 +153,13 @@ class VerifyShape:
 
     def problem(self) -> Problem:
         """Return the largest step as a verify call with a block table; its arrays have no memory."""
-        tokens, width = self.batch * self.q_len, -(-self.kv_len // self.page_size)
-        cache = (self.batch * width, self.page_size)
-        kv_cache: Any = _Unmade((*cache, D), self.dtype)
+        tokens, pages = self.batch * self.q_len, -(-self.kv_len // self.page_size)
+        cache = (self.batch * pages, self.page_size)
+        element = self.dtype if self.kv_dtype is None else "uint8"
+        width = row_bytes(self.stored) // numpy_dtype(element).itemsize
+        kv_cache: Any = _Unmade((*cache, width), element)
         if self.split_kv:
-            kv_cache = tuple(_Unmade((*cache, columns), self.dtype) for columns in (DL, DR))
+            kv_cache = tuple(_Unmade((*cache, columns), element) for columns in (DL, DR))
         mask: Any = self.mask
         if self.mask == "tree":
             mask = TreeMask(np.zeros((tokens, words_per_row(self.q_len)), np.uint32), self.q_len)
@@ -148,9 +169,10 @@ class VerifyShape:
             kv_cache,
             sm_scale=_ANY_SCALE,
             kv_lens=_Unmade((self.batch,), "int32"),
-            block_table=_Unmade((self.batch, width), "int32"),
+            block_table=_Unmade((self.batch, pages), "int32"),
             mask=mask,
             new_kv=_Unmade((tokens, D), self.dtype) if self.new_kv else None,
+            kv_dtype=self.kv_dtype,
             logit_cap=self.logit_cap,
             out_dtype=self.out_dtype,
             max_kv_len=self.kv_len,
@@ -216,7 +238,9 @@ def call_launches(shape: VerifyShape, device: Device) -> tuple[Launch, ...]:
     chosen = schedule.plan(shape.problem(), device).config
     configs: list[Any] = [chosen] if isinstance(chosen, TileConfig) else []
     if shape.dtype != "float32":
-        configs += [*(c.config for c in cost.fitting_classes(device)), *tuned.configs(device)]
+        configs += [c.config for c in cost.fitting_classes(device, kv_dtype=shape.stored)]
+        if shape.stored == shape.dtype:
+            configs += tuned.configs(device)
     # The fewer rows a call has, the more ways there are to merge its splits.
     least = replace(shape, batch=1, q_len=1).problem()
     return _distinct(

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlaflash import reuse
 from mlaflash.attention import call_or_repeat
+from mlaflash.checks import is_number
 from mlaflash.problem import Problem
 from mlaflash.tiles import KernelConfig
 
@@ -17,6 +18,8 @@ def mla_sparse(
     *,
     sm_scale: float,
     topk_lens: Any = None,
+    kv_dtype: Any = None,
+    kv_scale: Any = 1.0,
     logit_cap: float = 0.0,
     out: Any = None,
     lse: Any = None,
@@ -37,7 +40,7 @@ def mla_sparse(
     ----------
     q : array, shape (T, H, 576), float32, bfloat16 or float16
         Absorbed queries, as in `mla_verify`; or the pair ``(q_nope, q_pe)``. At most 65,535 query tokens.
-    kv_cache : array, q's dtype
+    kv_cache : array, q's dtype, or 8 bits
         ``(slots, 576)`` or ``(slots, 1, 576)``, or pages ``(pages, page_size, 576)`` or ``(pages, page_size, 1, 576)``
         that follow each other in memory; or the pair ``(kv_c, k_pe)`` of widths 512 and 64.
     indices : array, shape (T, topk), int32 or int64
@@ -48,6 +51,8 @@ def mla_sparse(
     topk_lens : array, shape (T,), int32, optional
         Only so many first entries of each row of `indices` count, 0 to topk; what lies behind is not looked at. Lists
         padded with -1 give the same result and cost the time of their full length.
+    kv_dtype, kv_scale
+        Of a cache of 8 bits, as in `mla_verify`.
     logit_cap : float
         ``logit_cap * tanh(score / logit_cap)``; 0 for none.
     out, lse, out_dtype, lse_base, kernel, tiles, budget, stream
@@ -67,9 +72,21 @@ def mla_sparse(
     MlaFlashError
         As in `mla_verify`.
     """
-    arrays = {"q": q, "kv_cache": kv_cache, "indices": indices, "topk_lens": topk_lens, "out": out, "lse": lse}
+    # On the host it is an option, on the device an array like the others.
+    scale_array, scale_value = (None, kv_scale) if is_number(kv_scale) else (kv_scale, None)
+    arrays = {
+        "q": q,
+        "kv_cache": kv_cache,
+        "indices": indices,
+        "topk_lens": topk_lens,
+        "kv_scale": scale_array,
+        "out": out,
+        "lse": lse,
+    }
     options = {
         "sm_scale": sm_scale,
+        "kv_dtype": kv_dtype,
+        "kv_scale": scale_value,
         "logit_cap": logit_cap,
         "out_dtype": out_dtype,
         "lse_base": lse_base,
@@ -79,4 +96,5 @@ def mla_sparse(
     }
     # The name keeps it apart from the signatures of mla_verify.
     signature = reuse.Signature(arrays, ("mla_sparse", *options.values()))
-    return call_or_repeat(signature, arrays | options, validate=validate, stream=stream, read=Problem.from_lists)
+    arguments = arrays | options | {"kv_scale": kv_scale}
+    return call_or_repeat(signature, arguments, validate=validate, stream=stream, read=Problem.from_lists)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mlaflash.device import Device
 from mlaflash.errors import InvalidArgumentError, TileError
-from mlaflash.params import DTYPE_CODES, D
+from mlaflash.params import DTYPE_CODES, FP8_CODES, D
 
 BLOCK = 256
 _NUM_WARPS = BLOCK // 32
@@ -154,17 +154,19 @@ def vector_width(dtype: str) -> int:
     return 4 if dtype == "float32" else 8
 
 
-def dtype_defines(q_dtype: str, out_dtype: str, partial_dtype: str) -> dict[str, int]:
-    """Element types as constants of a kernel; the KV has q's.
+def dtype_defines(q_dtype: str, out_dtype: str, partial_dtype: str, kv_dtype: str | None = None) -> dict[str, int]:
+    """Element types as constants of a kernel.
 
     Parameters
     ----------
     q_dtype, out_dtype, partial_dtype : str
         ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    kv_dtype : str or None
+        What the cache holds; None is q's, also for kernels that read no cache.
     """
     return {
         "Q_DTYPE": DTYPE_CODES[q_dtype],
-        "KV_DTYPE": DTYPE_CODES[q_dtype],
+        "KV_DTYPE": (DTYPE_CODES | FP8_CODES)[kv_dtype or q_dtype],
         "OUT_DTYPE": DTYPE_CODES[out_dtype],
         "PARTIAL_DTYPE": DTYPE_CODES[partial_dtype],
     }

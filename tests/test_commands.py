@@ -34,8 +34,9 @@ from mlaflash.lab.space import SPACES
 from mlaflash.lab.target import EmulatorTarget, read_problem
 from mlaflash.lab.variants import COMPILED, compile_all, spell, variants
 from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES
+from mlaflash.params import FP8_CODES
 from mlaflash.problem import Problem
-from mlaflash.schedule import KERNELS, MMA_KERNELS, plan
+from mlaflash.schedule import FP8_KERNELS, KERNELS, MMA_KERNELS, plan
 from mlaflash.tiles import KernelConfig, TileConfig, dtype_defines
 
 CHECK_KEYS = {"kernel", "case", "dtype", "max_abs", "max_rel", "tolerance", "passed"}
@@ -382,13 +383,15 @@ def test_rows_of_compile_tell_the_forms_apart() -> None:
     assert ("combine", "split_warps=1 bfloat16") in rows
     assert ("mask", "format=retrieve") in rows
     assert ("tile", "ht=8 tk=32 bfloat16 out_dtype=float32") in rows
-    assert ("mma_narrow", "kv_groups=2 stages=2 exchange_buffers=2 soft_cap split_kv float16") in rows
-    assert ("mma_narrow", "kv_groups=2 stages=2 exchange_buffers=2 soft_cap sparse_ids float16") in rows
+    assert ("mma_narrow", "kv_groups=2 stages=2 exchange_buffers=2 step_tiles=1 soft_cap split_kv float16") in rows
+    assert ("mma_narrow", "kv_groups=2 stages=2 exchange_buffers=2 step_tiles=1 soft_cap sparse_ids float16") in rows
     assert ("tile", "ht=8 tk=32 sparse_ids float32") in rows
+    assert ("mma_narrow", "fp8_ds_mla") in {(kernel, spelled.split("kv_dtype=")[-1]) for kernel, spelled in rows}
 
 
 def test_the_shipped_tensor_core_kernels_keep_their_registers() -> None:
-    found, _ = variants("sm_120", ["bfloat16"], ["mma_narrow", "mma_wide", "mma_roles"], out_dtypes=["bfloat16"])
+    types: Mapping[str, Any] = {"out_dtypes": ["bfloat16"], "kv_dtypes": ["bfloat16"]}
+    found, _ = variants("sm_120", ["bfloat16"], ["mma_narrow", "mma_wide", "mma_roles"], **types)
     dense = [v for v in found if not v.config.get("sparse_ids")]
     plain = [v for v in dense if not v.config["soft_cap"] + v.config["new_kv"] + v.config["split_kv"]]
     full = [v for v in found if v.config["soft_cap"] * v.config["new_kv"] * v.config["split_kv"]]
@@ -431,6 +434,8 @@ def test_compile_covers_what_a_call_asks_for(
 
 
 Q_LENS = (1, 3, 8, 40)
+STORED = [(dtype, None) for dtype in DTYPES] + list(itertools.product(("bfloat16", "float16"), FP8_CODES))
+"""Element types of q, and what caches hold."""
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
@@ -439,9 +444,11 @@ def test_every_form_that_a_call_asks_for_is_compiled(arch: str) -> None:
     default = {(v.kernel, *sorted(v.defines.items())) for v in variants(arch, DTYPES, COMPILED)[0]}
     device = Device.for_arch(arch)
     seen = set()
-    for dtype, out_dtype, cap, new_kv, layout in itertools.product(
-        DTYPES, DTYPES, (0.0, 20.0), (False, True), ("fused", "paired", "apart")
+    for (dtype, kv_dtype), out_dtype, cap, new_kv, layout in itertools.product(
+        STORED, DTYPES, (0.0, 20.0), (False, True), ("fused", "paired", "apart")
     ):
+        if kv_dtype is not None and (arch == "sm_80" or (kv_dtype == "fp8_ds_mla" and layout != "fused")):
+            continue
         for q_len in Q_LENS:
             case = Case(
                 name="any",
@@ -450,6 +457,7 @@ def test_every_form_that_a_call_asks_for_is_compiled(arch: str) -> None:
                 heads=8,
                 sm_scale=1.0,
                 dtype=dtype,
+                kv_dtype=kv_dtype,
                 logit_cap=cap,
                 new_kv=new_kv,
                 paired=layout != "fused",
@@ -460,8 +468,9 @@ def test_every_form_that_a_call_asks_for_is_compiled(arch: str) -> None:
                 arguments["kv_cache"] = tuple(np.ascontiguousarray(part) for part in arguments["kv_cache"])
             problem = Problem.from_arrays(numpy_view, out_dtype=out_dtype, **arguments)
             plans = [plan(problem, device)]
-            plans += [plan(problem, device, kernel=k) for k in KERNELS if dtype != "float32" or k not in MMA_KERNELS]
-            for max_kv_len in (400, 4000):
+            able = [kernel for kernel in KERNELS if dtype != "float32" or kernel not in MMA_KERNELS]
+            plans += [plan(problem, device, kernel=kernel) for kernel in FP8_KERNELS.get(kv_dtype, able)]
+            for max_kv_len in (400, 4000) if kv_dtype is None else ():
                 plans.append(plan(dataclasses.replace(problem, max_kv_len=max_kv_len), device, deterministic=True))
             for launch in itertools.chain(*(chosen.launches for chosen in plans)):
                 form = (launch.kernel, *sorted(launch.defines.items()))
@@ -474,7 +483,7 @@ def test_every_form_that_a_call_asks_for_is_compiled(arch: str) -> None:
 def test_every_form_that_a_sparse_call_asks_for_is_compiled() -> None:
     compiled = {(v.kernel, *sorted(v.defines.items())) for v in variants("sm_120", DTYPES, COMPILED)[0]}
     seen = set()
-    for dtype, cap, paired, heads in itertools.product(DTYPES, (0.0, 20.0), (False, True), (1, 20, 64)):
+    for (dtype, kv_dtype), cap, paired, heads in itertools.product(STORED, (0.0, 20.0), (False, True), (1, 20, 64)):
         case = Case(
             name="any",
             q_lens=(3,),
@@ -485,13 +494,16 @@ def test_every_form_that_a_sparse_call_asks_for_is_compiled() -> None:
             logit_cap=cap,
             mask="none",
             topk=600,
+            kv_dtype=kv_dtype,
         )
         arguments = build(case, 0)
         cache = arguments["kv_cache"]
-        if paired:
+        if paired and kv_dtype != "fp8_ds_mla":
             arguments["kv_cache"] = cache[..., :512].copy(), cache[..., 512:].copy()
         for kernel in (None, *KERNELS):
             if kernel == "mma_roles" or (kernel in MMA_KERNELS and dtype == "float32"):
+                continue
+            if kv_dtype is not None and kernel not in (None, "mma_narrow"):
                 continue
             for launch in plan(read_problem(arguments), Device.for_arch("sm_120"), kernel=kernel).launches:
                 form = (launch.kernel, *sorted(launch.defines.items()))
@@ -532,7 +544,7 @@ def test_compile_without_a_gpu_takes_sm_120_or_the_variable() -> None:
 
 
 def test_compile_of_every_tile_leaves_out_what_does_not_fit() -> None:
-    fitting, refused = variants("sm_120", ["float16"], ["tile"], every_tile=True)
+    fitting, refused = variants("sm_120", ["float16"], ["tile"], kv_dtypes=["float16"], every_tile=True)
     assert len(fitting) > 10
     assert all(variant.shared_bytes <= 101376 for variant in fitting)
     assert all("101376" in reason for reason in refused)

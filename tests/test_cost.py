@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlaflash import combine
-from mlaflash.cost import ROW_CLASSES, TOKENS_PER_SPLIT, Speed, choose, speed_of
+from mlaflash.cost import FP8_ROW_CLASSES, ROW_CLASSES, TOKENS_PER_SPLIT, Speed, blocks_per_sm, choose, speed_of
 from mlaflash.device import Device, apply_budget, occupancy_blocks
 from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES
+from mlaflash.params import row_bytes
 
 H200 = replace(Device.for_arch("sm_90"), name="NVIDIA H200")
 PRO_6000 = Device.for_arch("sm_120")
@@ -137,6 +138,43 @@ def test_a_faster_gpu_is_never_predicted_slower(rows, batch, kv_len):
 def test_no_prediction_beats_the_memory(rows, batch, kv_len, device):
     floor = batch * kv_len * 1152 / speed_of(device).dram_gbps / 1e3
     assert choose(rows, batch, kv_len, device).predicted_us > floor
+
+
+FP8_DEVICES = [H200, PRO_6000, apply_budget(H200, "sm_120"), Device.for_arch("sm_89")]
+
+
+@given(
+    rows=counts,
+    batch=counts,
+    kv_len=lengths,
+    device=st.sampled_from(FP8_DEVICES),
+    kv_dtype=st.sampled_from(list(FP8_ROW_CLASSES)),
+)
+def test_caches_of_8_bits_are_bound_by_their_own_bytes(rows, batch, kv_len, device, kv_dtype):
+    choice = choose(rows, batch, kv_len, device, kv_dtype=kv_dtype)
+    assert choice.config in [c.config for c in FP8_ROW_CLASSES[kv_dtype]]
+    assert choice.config.shared_bytes(kv_dtype) <= device.shared_per_block
+    assert choice.predicted_us > batch * kv_len * row_bytes(kv_dtype) / speed_of(device).dram_gbps / 1e3
+
+
+@pytest.mark.parametrize("kv_dtype", FP8_ROW_CLASSES)
+def test_few_rows_over_8_bits_are_predicted_to_take_less_time(kv_dtype):
+    for rows in (8, 16):
+        for batch, kv_len in ((1, 65_536), (32, 8192), (32, 65_536)):
+            short, long = (choose(rows, batch, kv_len, PRO_6000, kv_dtype=name) for name in (kv_dtype, "bfloat16"))
+            assert short.predicted_us < long.predicted_us
+
+
+def test_lists_of_slots_of_8_bits_take_the_kernel_that_reads_them():
+    for kv_dtype in FP8_ROW_CLASSES:
+        assert choose(512, 64, 2048, PRO_6000, is_sparse=True, kv_dtype=kv_dtype).config.kernel == "mma_narrow"
+
+
+@pytest.mark.parametrize("kv_dtype", FP8_ROW_CLASSES)
+def test_as_many_blocks_share_an_sm_as_are_counted_on(kv_dtype):
+    for device in FP8_DEVICES:
+        for row_class in FP8_ROW_CLASSES[kv_dtype]:
+            assert blocks_per_sm(row_class.config, device, kv_dtype) == row_class.blocks_per_sm
 
 
 def test_memory_is_the_limit_of_8_to_64_rows_on_sm_120():

@@ -245,6 +245,15 @@ def test_unpacking(run: Run, variant: int) -> None:
     assert np.array_equal(np.signbit(out[expected == 0]), np.signbit(expected[expected == 0]))
 
 
+def test_every_e4m3_number(run: Run) -> None:
+    codes = np.arange(1024, dtype=np.uint32).astype(np.uint8)
+    out = run("conversions", codes, np.zeros(1024, np.float16), variant=4, block=256)
+    expected = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float16)
+    np.testing.assert_array_equal(out, expected)
+    assert np.array_equal(np.signbit(out[expected == 0]), np.signbit(expected[expected == 0]))
+    assert np.isnan(out).sum() == 8
+
+
 def arithmetic(run: Run, variant: int, a: np.ndarray, b: np.ndarray | None = None) -> np.ndarray:
     padding = -a.size % 256
     a = np.concatenate([a, np.ones(padding, a.dtype)])
@@ -315,6 +324,14 @@ def test_mul_hi(run: Run, rng: np.random.Generator) -> None:
     assert got.tolist() == [int(x) * int(y) >> 32 for x, y in zip(a, b, strict=True)]
 
 
+def test_permute_bytes(run: Run, rng: np.random.Generator) -> None:
+    a, b = words(rng, 512), words(rng, 512)
+    got = arithmetic(run, 9, a.view(np.float32), b.view(np.float32)).view(np.uint8).reshape(-1, 4)
+    low, high = a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)
+    even, odd = np.concatenate([low, high], 1)[:, ::2], np.concatenate([high, low], 1)[:, 1::2]
+    assert got.tolist() == (even ^ odd).tolist()
+
+
 def test_mad_wide(run: Run, rng: np.random.Generator) -> None:
     a, b = words(rng, 512), words(rng, 512)
     a[:2], b[:2] = 0x80000000, (0x80000000, 0xFFFFFFFF)
@@ -334,12 +351,13 @@ def test_cp_async_of_words(run: Run, rng: np.random.Generator) -> None:
     assert run("async_words", a, np.zeros_like(a), block=64).tolist() == a[::-1].tolist()
 
 
-def test_cp_async_zero_fill(run: Run, rng: np.random.Generator) -> None:
-    a = rng.integers(1, 256, (32, 16), dtype=np.uint8)
-    sizes = (np.arange(32) % 17).astype(np.uint32)
-    out = run("async_fill", a, np.full_like(a, 9), b=sizes)
+@pytest.mark.parametrize("width", [16, 4])
+def test_cp_async_zero_fill(run: Run, rng: np.random.Generator, width: int) -> None:
+    a = rng.integers(1, 256, (32, width), dtype=np.uint8)
+    sizes = (np.arange(32) % (width + 1)).astype(np.uint32)
+    out = run("async_fill", a, np.full_like(a, 9), b=sizes, variant=int(width == 4))
     for t in range(32):
-        assert out[t].tolist() == a[t, : sizes[t]].tolist() + [0] * (16 - sizes[t])
+        assert out[t].tolist() == a[t, : sizes[t]].tolist() + [0] * (width - sizes[t])
 
 
 @pytest.mark.parametrize("tiles", [0, 1, 2, 7])

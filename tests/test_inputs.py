@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlaflash.errors import InvalidArgumentError, UnsupportedError
+from mlaflash.kv import dequantize_ds_mla, dequantize_e4m3
 from mlaflash.lab import presets
 from mlaflash.lab.inputs import GARBAGE_ID, Case, build
 from mlaflash.masks import TreeMask
@@ -27,6 +28,13 @@ EVERY_CASE = [
     for preset in presets.PRESETS
     for problem in presets.cases(preset, "emulator")
 ]
+
+
+READ = {
+    None: lambda cache: cache.astype(np.float32),
+    "float8_e4m3": dequantize_e4m3,
+    "fp8_ds_mla": dequantize_ds_mla,
+}
 
 
 def flat(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -55,8 +63,8 @@ def test_a12_all_that_is_not_read_is_poison_and_all_that_is_read_is_not(preset: 
     assert np.isfinite(out).all()
     joined = flat(arguments)
     read = [max(kv - q, 0) if problem.new_kv else kv for q, kv in zip(problem.q_lens, problem.kv_lens, strict=True)]
-    finite = np.isfinite(joined["kv_cache"].astype(np.float32)).all(axis=-1)
-    nan = np.isnan(joined["kv_cache"].astype(np.float32)).all(axis=-1)
+    numbers = READ[problem.kv_dtype](joined["kv_cache"])
+    finite, nan = np.isfinite(numbers).all(axis=-1), np.isnan(numbers).all(axis=-1)
     assert finite.sum() == sum(read)
     assert nan.sum() == finite.size - sum(read) > 0
     if problem.addressing != "dense":
@@ -139,6 +147,7 @@ def test_trees_branch() -> None:
         ({"heads": 0}, InvalidArgumentError, "heads is 0"),
         ({"page_size": 0}, InvalidArgumentError, "page_size is 0"),
         ({"dtype": "float8"}, UnsupportedError, "float8"),
+        ({"kv_dtype": "float8_e5m2"}, UnsupportedError, "kv_dtype is 'float8_e5m2'; .*float8_e4m3, fp8_ds_mla"),
         ({"mask": "window"}, InvalidArgumentError, "mask is 'window'"),
         ({"addressing": "hashed"}, InvalidArgumentError, "addressing"),
         ({"id_dtype": "uint8"}, InvalidArgumentError, "id_dtype"),
@@ -173,6 +182,7 @@ def test_presets_cover_what_goes_wrong(preset: str, device: str) -> None:
     assert any(problem.new_kv for problem in problems)
     assert any(problem.paired for problem in problems)
     assert any(problem.topk for problem in problems)
+    assert {problem.kv_dtype for problem in problems} == {None, "float8_e4m3", "fp8_ds_mla"}
     lengths = [(q, kv) for problem in problems for q, kv in zip(problem.q_lens, problem.kv_lens, strict=True)]
     assert any(q > 0 and kv == 0 for q, kv in lengths)
     assert any(q > kv > 0 for q, kv in lengths)

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlaflash.commands.main import main
-from mlaflash.cost import ROW_CLASSES, RowClass
+from mlaflash.cost import FP8_ROW_CLASSES, ROW_CLASSES, RowClass
 from mlaflash.errors import MissingDependencyError
 from mlaflash.lab import counts, inspection
 from mlaflash.lab.inspection import disassemble, find_nvdisasm, grouped, parse, shared_map
@@ -130,9 +130,15 @@ def test_constants_that_no_form_has_are_refused(arguments: tuple[str, ...]) -> N
     assert run("inspect", *arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("row_class", ROW_CLASSES, ids=lambda c: f"{c.config.kernel}-{c.config.rows}-{c.blocks_per_sm}")
-def test_the_cost_model_counts_what_the_emulator_does(row_class: RowClass) -> None:
-    known, found = row_class.counts, counts.emulated(row_class.config)
+@pytest.mark.parametrize(
+    ("row_class", "kv_dtype"),
+    [(c, None) for c in ROW_CLASSES] + [(c, kv_dtype) for kv_dtype, found in FP8_ROW_CLASSES.items() for c in found],
+    ids=lambda x: (
+        f"{x.config.kernel}-{x.config.rows}-{x.blocks_per_sm}" if isinstance(x, RowClass) else x or "bfloat16"
+    ),
+)
+def test_the_cost_model_counts_what_the_emulator_does(row_class: RowClass, kv_dtype: str | None) -> None:
+    known, found = row_class.counts, counts.emulated(row_class.config, kv_dtype)
     assert (found.mma, found.ldmatrix, found.copied_bytes) == (known.mma, known.ldmatrix, known.copied_bytes)
     assert (found.barriers, found.arrivals) == (known.barriers, known.arrivals)
     # Rows whose maximum rises have their factors read: how many these are is the data's.

@@ -237,6 +237,7 @@ def test_cupy_elements_must_be_whole() -> None:
         ((1, 8, 1), "uint8", 1),
         ((6, 8, 1), "bool", 1),
         ((10, 8, 1), "float8_e4m3fn", 1),
+        ((12, 8, 1), "float8_e5m2", 1),
     ],
 )
 def test_dlpack_capsules(versioned: bool, element: Any, dtype: str, itemsize: int) -> None:
@@ -303,7 +304,7 @@ def test_a_capsule_lives_as_long_as_the_view(monkeypatch: pytest.MonkeyPatch) ->
     [
         (Exporter(versioned=True, major=2), r"DLPack 2\.1; versions 0 and 1 are read"),
         (Exporter(versioned=True, element=(2, 32, 4)), "4 lanes"),
-        (Exporter(versioned=True, element=(12, 8, 1)), "code 12"),
+        (Exporter(versioned=True, element=(14, 8, 1)), "code 14"),
         (Exporter(versioned=True, element=(0, 4, 1)), "4 bits"),
         (Exporter(versioned=True, device=(1, 0)), "takes arrays on a GPU"),
         (Exporter(versioned=False, device=(10, 0)), "takes arrays on a GPU"),

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from fp8_cases import numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,10 +45,14 @@ def second_formula(
     mask: str | TreeMask = "causal",
     tail_lens: Array | None = None,
     new_kv: Any = None,
+    kv_dtype: str | None = None,
+    kv_scale: float = 1.0,
     logit_cap: float = 0.0,
 ) -> tuple[Array, Array]:
     """Attend row by row, newest token first, folding each into a running mean with logaddexp."""
     q, pages = joined(q), joined(kv_cache)
+    if kv_dtype is not None:
+        pages = numbers(pages, kv_dtype, kv_scale)
     out = np.zeros((*q.shape[:2], 512))
     lse = np.full(q.shape[:2], -math.inf)
     for b, kv_len in enumerate(kv_lens.tolist()):

@@ -9,6 +9,8 @@ from mlaflash import reuse
 from mlaflash.params import PARAMS_DTYPE, new_params
 from mlaflash.schedule import Workspace
 
+ROPE_OFFSETS = {"q": 1024, "kv_cache": 528, "new_kv": 1024}
+
 
 class FakeTensor:
     """What a call asks of a tensor of torch."""
@@ -42,7 +44,7 @@ def signature(options=(0.1,), **arrays):
 
 def reusable(out_shape=(1,)):
     params = new_params()
-    return reuse.Reusable.of(0, out_shape, "bfloat16", "bfloat16", (), params, ())
+    return reuse.Reusable.of(0, out_shape, "bfloat16", ROPE_OFFSETS, (), params, ())
 
 
 def test_other_addresses_are_the_same_call():
@@ -110,7 +112,9 @@ def test_no_more_calls_are_kept_than_the_capacity():
 
 def test_addresses_go_where_the_kernels_look():
     params = new_params(sm_scale=0.5, num_tokens=7)
-    kept = reuse.Reusable.of(0, (1,), "bfloat16", "float16", (Workspace("partial_out", (1,), "float32"),), params, ())
+    kept = reuse.Reusable.of(
+        0, (1,), "bfloat16", ROPE_OFFSETS, (Workspace("partial_out", (1,), "float32"),), params, ()
+    )
     arrays = {
         "q": FakeTensor(0x1000),
         "kv_cache": (FakeTensor(0x2000), FakeTensor(0x3000)),
@@ -121,6 +125,7 @@ def test_addresses_go_where_the_kernels_look():
         "tail_lens": FakeTensor(0x8000),
         "words": FakeTensor(0x9000),
         "new_kv": FakeTensor(0xA000),
+        "kv_scale": FakeTensor(0xF000),
         "out": FakeTensor(0xB000),
         "lse": FakeTensor(0xC000),
     }
@@ -139,6 +144,7 @@ def test_addresses_go_where_the_kernels_look():
         "mask_words": 0x9000,
         "new_kv_c": 0xA000,
         "new_k_pe": 0xA400,
+        "kv_scale": 0xF000,
         "out": 0xB000,
         "lse": 0xC000,
         "partial_out": 0xD000,
@@ -155,8 +161,9 @@ def test_a_tensor_without_strides_is_left_to_whoever_views_it():
 
 def test_lists_are_the_kernels_page_ids():
     params = new_params(max_kv_len=64)
-    kept = reuse.Reusable.of(0, (1,), "bfloat16", "bfloat16", (), params, ())
+    kept = reuse.Reusable.of(0, (1,), "bfloat16", ROPE_OFFSETS, (), params, ())
     lists = {"indices": FakeTensor(0x3000), "topk_lens": FakeTensor(0x4000)}
     kept.point(signature(**lists).addresses, {})
+    assert (params["q_pe"], params["k_pe"]) == (0x1400, 0x2210)  # each row has its own rope columns
     assert (params["page_ids"], params["kv_lens"], params["max_kv_len"]) == (0x3000, 0x4000, 64)
     assert signature(**lists).key != signature(**(lists | {"topk_lens": None})).key

@@ -151,7 +151,7 @@ def test_no_query_tokens_launch_nothing(kernel: str) -> None:
 
 
 def test_mma_roles_takes_no_lists() -> None:
-    with pytest.raises(UnsupportedError, match="mma_narrow and mma_wide do"):
+    with pytest.raises(UnsupportedError, match="mma_narrow does, and mma_wide with caches of 16 bits"):
         mla_sparse(**build(LISTS, 8), kernel="mma_roles")
 
 

@@ -98,6 +98,7 @@ def test_the_operators_schema(torch: Any, operator: Any) -> None:
     schema = torch.ops.mlaflash.mla_verify.default._schema
     assert not schema.is_mutable
     tensors = ("q", "kv_cache", "kv_lens", "kv_indptr", "kv_indices", "block_table", "qo_indptr", "mask_words")
+    tensors += ("kv_scale",)
     assert tuple(argument.name for argument in schema.arguments if not argument.kwarg_only) == tensors
     required = [argument.name for argument in schema.arguments if not argument.has_default_value()]
     assert required == ["q", "kv_cache", "kv_lens", "sm_scale"]
@@ -145,6 +146,7 @@ def test_the_operator_hands_its_arguments_to_the_call(
     words = torch.arange(8, dtype=torch.int32).view(8, 1)
     table = on_gpu(torch.zeros(2, 50, dtype=torch.int64))
     given = {"block_table": table, "page_size": 64, "max_q_len": 4, "max_kv_len": 3200, "logit_cap": 30.0}
+    given |= {"kv_dtype": "float8_e4m3", "kv_scale": torch.ones(1)}
     tree = {"mask": "tree", "max_q": 4, "mask_words": on_gpu(words)}
     assert integration._run(q, kv_cache, kv_lens, sm_scale=SCALE, **given, **tree) == (q, kv_cache)
     mask = seen.pop("mask")
@@ -154,7 +156,7 @@ def test_the_operator_hands_its_arguments_to_the_call(
     assert seen == given | nothing | {"sm_scale": SCALE, "kv_lens": kv_lens}
 
     integration._run(q, kv_cache, kv_lens, sm_scale=SCALE, mask="none")
-    assert seen["mask"] == "none"
+    assert (seen["mask"], seen["kv_dtype"], seen["kv_scale"]) == ("none", None, 1.0)
     for wrong in ({"mask": "tree"}, {"mask_words": on_gpu(words)}):
         with pytest.raises(InvalidArgumentError, match="mask='tree' and its words belong together"):
             integration._run(q, kv_cache, kv_lens, sm_scale=SCALE, **wrong)

@@ -44,6 +44,13 @@ INLINE float f16_value(u16 half) {
   // As float32 bits the exponent is too small by 112; the product is exact, subnormals included.
   return bits_to_f32(sign | f32_to_bits(bits_to_f32(magnitude) * 0x1p112f));
 }
+INLINE u16 e4m3_to_f16(u32 code) {
+  const u32 magnitude = code & 0x7f;
+  if (magnitude == 0x7f) return 0x7fff;
+  const float significand = magnitude >> 3 ? (float)(8 + magnitude % 8) : (float)magnitude;
+  const u32 exponent = magnitude >> 3 ? magnitude >> 3 : 1;
+  return (u16)((code & 0x80) << 8 | round_to_f16(significand * bits_to_f32((exponent + 117) << 23)));
+}
 INLINE float bf16_value(u16 bits) { return bits_to_f32((u32)bits << 16); }
 
 INLINE float flushed(float value) { return fabsf(value) < 0x1p-126f ? copysignf(0.0f, value) : value; }

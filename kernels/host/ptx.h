@@ -84,6 +84,9 @@ DEVICE void cp_async_16_zfill(u32 dst, const void* src, u32 src_bytes, SITE) {
   emulator::async_copy<16>(dst, src, src_bytes, site);
 }
 DEVICE void cp_async_4(u32 dst, const void* src, SITE) { emulator::async_copy<4>(dst, src, 4, site); }
+DEVICE void cp_async_4_zfill(u32 dst, const void* src, u32 src_bytes, SITE) {
+  emulator::async_copy<4>(dst, src, src_bytes, site);
+}
 DEVICE void cp_async_commit(SITE) { emulator::async_commit(site); }
 template <int PENDING>
 DEVICE void cp_async_wait(SITE) {
@@ -168,6 +171,17 @@ DEVICE u32 pack_bf16x2(float lo, float hi) {
 DEVICE u32 pack_f16x2(float lo, float hi) { return emulator::round_to_f16(lo) | (u32)emulator::round_to_f16(hi) << 16; }
 DEVICE float f16_to_f32(u16 v) { return emulator::f16_value(v); }
 DEVICE float bf16_to_f32(u16 v) { return emulator::bf16_value(v); }
+DEVICE u32x2 e4m3x4_to_f16(u32 v) {
+  return {emulator::e4m3_to_f16(v) | (u32)emulator::e4m3_to_f16(v >> 8) << 16,
+          emulator::e4m3_to_f16(v >> 16) | (u32)emulator::e4m3_to_f16(v >> 24) << 16};
+}
+template <u32 SELECTOR>
+DEVICE u32 permute_bytes(u32 lo, u32 hi) {
+  const u64 bytes = (u64)hi << 32 | lo;
+  u32 result = 0;
+  for (u32 i = 0; i < 4; ++i) result |= (u32)(u8)(bytes >> (SELECTOR >> 4 * i & 7) * 8) << 8 * i;
+  return result;
+}
 
 // --- dependent launch ----------------------------------------------------------------------------------------------
 // The emulator runs one kernel after the other.

@@ -5,7 +5,7 @@
 
 template <int DTYPE>
 CONSTANT int element_bytes() {
-  return DTYPE == FLOAT32 ? 4 : 2;
+  return DTYPE == FLOAT32 ? 4 : DTYPE == FLOAT8_E4M3 || DTYPE == FP8_DS_MLA ? 1 : 2;
 }
 // Elements in a 128-bit load.
 template <int DTYPE>

@@ -7,13 +7,16 @@
 #pragma once
 #include "work.cuh"
 
-static_assert(Q_DTYPE != FLOAT32 && KV_DTYPE == Q_DTYPE, "tensor cores take bfloat16 or float16, q and KV alike");
+static_assert(Q_DTYPE != FLOAT32 && (KV_DTYPE == Q_DTYPE || FP8), "tensor cores take 16 bits, q and KV alike");
+
+// What the tensor cores multiply: e4m3 numbers become float16, exactly.
+constexpr int MMA_DTYPE = FP8 ? FLOAT16 : Q_DTYPE;
 
 DEVICE int lane_idx() { return thread_idx() % WARP; }
 DEVICE int warp_idx() { return thread_idx() / WARP; }
 
 DEVICE void mma_16x8x16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (Q_DTYPE == BFLOAT16)
+  if constexpr (MMA_DTYPE == BFLOAT16)
     mma_m16n8k16_bf16(c, a, b0, b1);
   else
     mma_m16n8k16_f16(c, a, b0, b1);
@@ -152,7 +155,7 @@ DEVICE void softmax_tile(const float (&s)[2][4], float scale, Softmax& softmax, 
     for (int n = 0; n < 2; n++) {
       const float a = ex2(fma_f32(s[n][2 * h], scale, -base)), b = ex2(fma_f32(s[n][2 * h + 1], scale, -base));
       softmax.sum[h] += a + b;
-      weights[2 * n + h] = pack_elements<Q_DTYPE>(a, b);
+      weights[2 * n + h] = pack_elements<MMA_DTYPE>(a, b);
     }
   }
 }
@@ -160,11 +163,14 @@ DEVICE void softmax_tile(const float (&s)[2][4], float scale, Softmax& softmax, 
 // --- results -------------------------------------------------------------------------------------------------------
 
 // 16 columns of one row, from two neighbouring accumulator tiles: `ptr` is the first column, (a0, a1) the lane's pair
-// of the first tile, (b0, b1) of the second. The four lanes of a row write ascending addresses that fill whole 32-byte
+// of the first tile, (b0, b1) of the second. IN_TURN: the first tile holds the even columns, the second the odd ones.
+// The four lanes of a row write ascending addresses that fill whole 32-byte
 // sectors: other orders were several times slower. All lanes of the warp take part; only those with `exists` store.
-template <int DTYPE>
+template <int DTYPE, bool IN_TURN>
 DEVICE void store_16_columns(u8* ptr, bool exists, int quad_lane, float a0, float a1, float b0, float b1) {
-  if constexpr (DTYPE == FLOAT32) {
+  if constexpr (IN_TURN) {
+    if (exists) store_quad<DTYPE>(ptr + quad_lane * 4 * element_bytes<DTYPE>(), {a0, b0, a1, b1});
+  } else if constexpr (DTYPE == FLOAT32) {
     if (!exists) return;
     st_global_f32x2(ptr + quad_lane * 8, {a0, a1});
     st_global_f32x2(ptr + 32 + quad_lane * 8, {b0, b1});
@@ -180,12 +186,13 @@ DEVICE void store_16_columns(u8* ptr, bool exists, int quad_lane, float a0, floa
 }
 
 // Half `half` of the accumulators times `factor`, to 8 N columns from `ptr` on.
-template <int DTYPE, int N>
+template <int DTYPE, bool IN_TURN = false, int N>
 DEVICE void store_half(u8* ptr, bool exists, int quad_lane, const float (&o)[N][4], int half, float factor) {
 #pragma unroll
   for (int i = 0; i < N; i += 2)
-    store_16_columns<DTYPE>(ptr + i * 8 * element_bytes<DTYPE>(), exists, quad_lane, o[i][2 * half] * factor,
-                            o[i][2 * half + 1] * factor, o[i + 1][2 * half] * factor, o[i + 1][2 * half + 1] * factor);
+    store_16_columns<DTYPE, IN_TURN>(ptr + i * 8 * element_bytes<DTYPE>(), exists, quad_lane, o[i][2 * half] * factor,
+                                     o[i][2 * half + 1] * factor, o[i + 1][2 * half] * factor,
+                                     o[i + 1][2 * half + 1] * factor);
 }
 
 // The block's results are not final: other blocks have other tokens of these rows. `part` is that of a WorkItem.
@@ -217,7 +224,7 @@ DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, int part
 }
 
 // A warp's 16 rows from `first` on (those below `end`), 8 N columns from `column` on; that of column 0 writes the lse.
-template <int N>
+template <bool IN_TURN = false, int N>
 DEVICE void store_results(const VerifyParams& p, const Request& r, int part, int first, int end, int column,
                           const Softmax& softmax, const float (&o)[N][4]) {
   const int lane = lane_idx(), quad_lane = lane % 4;
@@ -229,11 +236,12 @@ DEVICE void store_results(const VerifyParams& p, const Request& r, int part, int
     const bool exists = row < end, empty = sum == 0.0f;
     const float factor = empty ? 0.0f : 1.0f / sum;
     if (OUT_DTYPE == PARTIAL_DTYPE || !is_partial(p, part))
-      store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, row, part) + column * element_bytes<OUT_DTYPE>(), exists,
-                            quad_lane, o, h, factor);
+      store_half<OUT_DTYPE, IN_TURN>(result_row<OUT_DTYPE>(p, r, row, part) + column * element_bytes<OUT_DTYPE>(),
+                                     exists, quad_lane, o, h, factor);
     else
-      store_half<PARTIAL_DTYPE>(result_row<PARTIAL_DTYPE>(p, r, row, part) + column * element_bytes<PARTIAL_DTYPE>(),
-                                exists, quad_lane, o, h, factor);
+      store_half<PARTIAL_DTYPE, IN_TURN>(
+          result_row<PARTIAL_DTYPE>(p, r, row, part) + column * element_bytes<PARTIAL_DTYPE>(), exists, quad_lane, o, h,
+          factor);
     if (exists && column == 0 && quad_lane == 0)
       store_lse(p, r, row, part, empty ? neg_inf() : softmax.base[h] + lg2(sum));
   }

@@ -3,10 +3,13 @@
 #pragma once
 #include "types.cuh"
 
-// Element types of q, of the KV cache, of the splits' partial outputs and of out.
+// Element types of q, of the KV cache, of the splits' partial outputs and of out. The last two are of the cache alone;
+// q and new rows are 16-bit then.
 constexpr int FLOAT32 = 0;
 constexpr int BFLOAT16 = 1;
 constexpr int FLOAT16 = 2;
+constexpr int FLOAT8_E4M3 = 3;  // 576 numbers, times one scale for the whole cache
+constexpr int FP8_DS_MLA = 4;   // 656 bytes: 512 numbers in e4m3, the float32 scales of 128 each, 64 bfloat16 numbers
 
 // What a query token may see. Everything before the request's last tokens is always visible.
 constexpr int MASK_NONE = 0;
@@ -23,6 +26,7 @@ struct VerifyParams {
   // The last q_len tokens of each request, [T, 512] and [T, 64]; null: they are in the cache.
   const void* new_kv_c;
   const void* new_k_pe;
+  const float* kv_scale;  // FLOAT8_E4M3: one float32; null: kv_scale_value
   const i32* qo_indptr;   // [B + 1]; null: request b owns tokens [b * max_q_len, (b + 1) * max_q_len)
   const i32* kv_lens;     // [B]; null, with SPARSE_IDS: max_kv_len each
   const void* kv_indptr;  // [B + 1], int32 or int64; null: page ids are rows of a block table
@@ -36,7 +40,7 @@ struct VerifyParams {
   float* scores;          // naive only: [T, H, max_kv_len]
   u32* counters;          // zero on entry and on exit: arrivals of splits, for a reduction by the last block
 
-  // Strides in elements.
+  // Strides in elements; in bytes where KV_DTYPE is FP8_DS_MLA.
   i64 q_nope_stride_t, q_nope_stride_h;
   i64 q_pe_stride_t, q_pe_stride_h;
   i64 kv_c_stride_page, kv_c_stride_token;
@@ -62,6 +66,7 @@ struct VerifyParams {
   i32 vectorized;   // 1: every q and KV row starts on 16 bytes, so 128-bit loads are legal
   float sm_scale;
   float logit_cap;  // 0: no soft-cap
+  float kv_scale_value;
 
   // Schedules made on the device: the kernel plan writes them, kernels with PLANNED_ROWS follow them.
   void* work_items;    // WorkItem [work_blocks + row tiles of the batch]; a block's first item is the one of its index
@@ -80,6 +85,8 @@ struct VerifyParams {
 #endif
 constexpr int Q_DTYPE = MLAFLASH_Q_DTYPE;
 constexpr int KV_DTYPE = MLAFLASH_KV_DTYPE;
+constexpr bool FP8 = KV_DTYPE == FLOAT8_E4M3 || KV_DTYPE == FP8_DS_MLA;
+constexpr bool TOKEN_SCALES = KV_DTYPE == FP8_DS_MLA;  // they come with the rows
 constexpr int OUT_DTYPE = MLAFLASH_OUT_DTYPE;
 constexpr int PARTIAL_DTYPE = MLAFLASH_PARTIAL_DTYPE;
 
@@ -124,9 +131,11 @@ constexpr int LOOKAHEAD = MLAFLASH_LOOKAHEAD;
 constexpr int REFILL_AT = MLAFLASH_REFILL_AT;
 #endif
 
-// mma_roles: of a score warp's 18 steps through its dims of q, those that stay in shared memory.
+// mma_roles: of a score warp's 18 steps through its dims of q, those that stay in shared memory; tiles in the ring of
+// 8-bit ones, 0 for a cache of 16 bits.
 #ifdef MLAFLASH_SHARED_STEPS
 constexpr int SHARED_STEPS = MLAFLASH_SHARED_STEPS;
+constexpr int CODE_STAGES = MLAFLASH_CODE_STAGES;
 #endif
 
 // Tensor-core kernels. SOFT_CAP 1: logit_cap is positive. NEW_KV 1: new_kv_c and new_k_pe hold the last q_len tokens.
@@ -159,9 +168,10 @@ constexpr int PLANNED_ROWS = 0;
 #endif
 constexpr bool PLANNED = PLANNED_ROWS > 0;
 
-// mma_narrow: groups of four warps that take turns at the KV tiles, and buffers for the scores that a group's warps
-// exchange.
+// mma_narrow: groups of four warps that take turns at the KV tiles, buffers for the scores that a group's warps
+// exchange, tiles that a group takes at once.
 #ifdef MLAFLASH_KV_GROUPS
 constexpr int KV_GROUPS = MLAFLASH_KV_GROUPS;
 constexpr int EXCHANGE_BUFFERS = MLAFLASH_EXCHANGE_BUFFERS;
+constexpr int STEP_TILES = MLAFLASH_STEP_TILES;
 #endif

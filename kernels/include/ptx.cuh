@@ -183,6 +183,10 @@ DEVICE void cp_async_16_zfill(u32 dst, const void* src, u32 src_bytes) {
 DEVICE void cp_async_4(u32 dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
+// Copies 4 bytes, or fills with zeros where src_bytes is 0; src is not read then.
+DEVICE void cp_async_4_zfill(u32 dst, const void* src, u32 src_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(src_bytes) : "memory");
+}
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most PENDING of this thread's newest groups are in flight.
 template <int PENDING>
@@ -351,6 +355,21 @@ DEVICE float f16_to_f32(u16 v) {
   return r;
 }
 DEVICE float bf16_to_f32(u16 v) { return as_f32((u32)v << 16); }
+// Four e4m3 numbers to float16, exactly: bytes 0 and 1 to x, 2 and 3 to y. From sm_89 on.
+DEVICE u32x2 e4m3x4_to_f16(u32 v) {
+  u32x2 r;
+  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.rn.f16x2.e4m3x2 %0, lo; cvt.rn.f16x2.e4m3x2 %1, hi; }"
+      : "=r"(r.x), "=r"(r.y)
+      : "r"(v));
+  return r;
+}
+// Byte i of the result is byte SELECTOR >> 4 i & 7 of (lo, hi).
+template <u32 SELECTOR>
+DEVICE u32 permute_bytes(u32 lo, u32 hi) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(lo), "r"(hi), "n"(SELECTOR));
+  return r;
+}
 
 // --- dependent launch ----------------------------------------------------------------------------------------------
 // Both are no-ops unless the next kernel was launched as a programmatic dependent.

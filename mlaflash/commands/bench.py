@@ -201,7 +201,7 @@ def make_runner(budget: str | None) -> Runner:
 
 def _steps(suites: Sequence[str], arguments: Mapping[str, Any], dtype: str, out_dtype: str | None) -> list[Step]:
     if not suites:
-        return [Step(*given_shape(arguments, dtype, out_dtype))]
+        return [Step(*given_shape(arguments, dtype, None, out_dtype))]
     context = click.get_current_context()
     for param in context.command.params:
         is_idle = param.name in {*SHAPE_NAMES, "dtype", "out_dtype"} - {"budget"}

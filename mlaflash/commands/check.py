@@ -15,6 +15,7 @@ from mlaflash.commands import render
 from mlaflash.commands.options import (
     DTYPES,
     FAILED,
+    KV_DTYPES,
     as_options,
     axis_options,
     device_option,
@@ -28,7 +29,6 @@ from mlaflash.lab import token_exact as tokens
 from mlaflash.lab.inputs import Case
 from mlaflash.lab.presets import PRESETS, cases
 from mlaflash.lab.target import Target, select_target
-from mlaflash.schedule import MMA_KERNELS
 
 _COLUMNS = (
     Column("kernel", "left", head=True),
@@ -71,6 +71,13 @@ _TOKEN_COLUMNS = (
 @click.option(
     "--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Element type (repeatable; default all)."
 )
+@click.option(
+    "--kv-dtype",
+    "kv_dtypes",
+    type=click.Choice(KV_DTYPES),
+    multiple=True,
+    help="What the cache holds (repeatable; default all).",
+)
 @click.option("--case", "names", metavar="NAME", multiple=True, help="Problem of the preset (repeatable; default all).")
 @axis_options(several=False)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
@@ -85,6 +92,7 @@ def check(
     preset: str,
     kernels: tuple[str, ...],
     dtypes: tuple[str, ...],
+    kv_dtypes: tuple[str, ...],
     names: tuple[str, ...],
     seed: int,
     token_exact: bool,
@@ -102,16 +110,17 @@ def check(
     target, reason = select_target(device)
     axes = given_axes(constants)
     if token_exact:
-        if kernels or names or axes:
+        if kernels or kv_dtypes or names or axes:
             raise InvalidArgumentError(
                 "--token-exact was given with options of single kernels and problems; it takes --dtype, --seed, "
                 "--device and --json. Leave the others out."
             )
         _token_exact(target, reason, dtypes or tokens.DTYPES, seed, as_json, started)
         return
-    selected = lab.select(cases(preset, target.kind), dtypes, names)
+    selected = lab.select(cases(preset, target.kind), dtypes, names, kv_dtypes)
     labels = lab.labels(kernels, axes.get("nsplit"), selected)
     say = render.note if as_json else render.paragraph
+    by_name = {case.name: case for case in selected}
     results: list[lab.CheckResult] = []
     with render.progress() as progress:
         found = lab.check(
@@ -120,8 +129,8 @@ def check(
         say(_where(target, preset, selected, reason))
         for result in found:
             if isinstance(result, lab.Skip):
-                if not kernels and result.kernel in MMA_KERNELS:
-                    continue  # of float32, which the table shows; whoever names the kernel is told
+                if not kernels and not lab.takes(result.kernel, by_name[result.case]):
+                    continue  # of element types that the table shows; whoever names the kernel is told
                 render.note(f"skipped {result.kernel} on {result.case}: {result.reason}")
             else:
                 results.append(result)

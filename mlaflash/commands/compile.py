@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from mlaflash.commands import render
-from mlaflash.commands.options import DTYPES, FAILED, SHAPE_NAMES, given_shape, json_option, shape_options
+from mlaflash.commands.options import DTYPES, FAILED, KV_DTYPES, SHAPE_NAMES, given_shape, json_option, shape_options
 from mlaflash.commands.render import Column
 from mlaflash.device import apply_budget
 from mlaflash.errors import InvalidArgumentError
@@ -57,6 +57,13 @@ _COLUMNS = (
     help="Element type (repeatable; default all, with --plan bfloat16).",
 )
 @click.option(
+    "--kv-dtype",
+    "kv_dtypes",
+    type=click.Choice(KV_DTYPES),
+    multiple=True,
+    help="What the cache holds (repeatable; default --dtype itself and all of 8 bits, with --plan --dtype alone).",
+)
+@click.option(
     "--out-dtype",
     "out_dtypes",
     type=click.Choice(DTYPES),
@@ -80,6 +87,7 @@ def compile_(
     everything: bool,
     kernels: tuple[str, ...],
     dtypes: tuple[str, ...],
+    kv_dtypes: tuple[str, ...],
     out_dtypes: tuple[str, ...],
     tiles: str,
     as_json: bool,
@@ -102,14 +110,20 @@ def compile_(
         if is_plan:
             limits = device if budget is None else apply_budget(device, budget)
             launches: dict[Built, Launch] = {}
-            for dtype, out_dtype in itertools.product(dtypes or ("bfloat16",), out_dtypes or (None,)):
-                shape, _ = given_shape(arguments, dtype, out_dtype)
+            types = itertools.product(dtypes or ("bfloat16",), kv_dtypes or (None,), out_dtypes or (None,))
+            for dtype, kv_dtype, out_dtype in types:
+                shape, _ = given_shape(arguments, dtype, kv_dtype, out_dtype)
                 steps = *plan_launches(shape, limits), *mask_launches(shape)
                 launches |= {built_key(step): step for step in steps}
             wanted += [variant(step, limits) for step in launches.values()]
             continue
         found, reasons = variants(
-            device.arch, dtypes or DTYPES, kernels or COMPILED, out_dtypes=out_dtypes, every_tile=tiles == "all"
+            device.arch,
+            dtypes or DTYPES,
+            kernels or COMPILED,
+            out_dtypes=out_dtypes,
+            kv_dtypes=kv_dtypes,
+            every_tile=tiles == "all",
         )
         wanted += found
         refused += reasons
@@ -129,7 +143,7 @@ def compile_(
     spilling = sum(result.passed and result.spills for result in results)
     spill = f", {spilling} spill and no call chooses them" if spilling else ""
     if is_plan:
-        shape, _ = given_shape(arguments, "bfloat16", None)
+        shape, _ = given_shape(arguments, "bfloat16", None, None)
         say(
             f"for a VerifyPlan of {shape.num_heads} heads, at most {shape.batch} requests, {shape.q_len} query tokens "
             f"and {shape.kv_len} KV tokens"

@@ -9,7 +9,7 @@ import click
 
 from mlaflash.errors import InvalidArgumentError, MlaFlashError, NoDeviceError, UnsupportedError
 from mlaflash.lab.space import all_axes, option_name
-from mlaflash.params import DTYPE_CODES, MASK_CODES
+from mlaflash.params import DTYPE_CODES, FP8_CODES, MASK_CODES
 from mlaflash.shape import VerifyShape
 
 FAILED: Final = 1
@@ -19,6 +19,7 @@ NO_GPU: Final = 3
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 DTYPES: Final = tuple(DTYPE_CODES)
+KV_DTYPES: Final = (*DTYPE_CODES, *FP8_CODES)
 
 
 def exit_status(error: MlaFlashError) -> int:
@@ -119,7 +120,11 @@ def shape_options(command: _Command) -> _Command:
 
 
 def given_shape(
-    arguments: Mapping[str, Any], dtype: str, out_dtype: str | None, max_kv_len: int | None = None
+    arguments: Mapping[str, Any],
+    dtype: str,
+    kv_dtype: str | None,
+    out_dtype: str | None,
+    max_kv_len: int | None = None,
 ) -> tuple[VerifyShape, tuple[int, ...]]:
     """Make a shape of a command's arguments.
 
@@ -128,7 +133,7 @@ def given_shape(
     arguments : mapping of str to Any
         Those of `shape_options`; others are passed over.
     dtype : str
-    out_dtype : str or None
+    kv_dtype, out_dtype : str or None
     max_kv_len : int or None
         Longest request of the shape, where it is not that of the step.
 
@@ -142,6 +147,8 @@ def given_shape(
     ------
     InvalidArgumentError
         There are more lengths than requests, or one that is not allowed.
+    UnsupportedError
+        The element types do not go together.
     """
     lens = arguments["kv_lens"]
     batch = arguments["batch"] or len(lens)
@@ -159,6 +166,7 @@ def given_shape(
         batch=batch,
         kv_len=max(kv_lens) if max_kv_len is None else max_kv_len,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         out_dtype=out_dtype,
         **{name: arguments[name] for name in ("q_len", "page_size", "mask", "new_kv", "split_kv", "soft_cap")},
     )

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mlaflash.commands import render
-from mlaflash.commands.options import DTYPES, FAILED, given_shape, json_option, shape_options
+from mlaflash.commands.options import DTYPES, FAILED, KV_DTYPES, given_shape, json_option, shape_options
 from mlaflash.commands.render import Column
 from mlaflash.device import Device, apply_budget
 from mlaflash.errors import MissingDependencyError
@@ -33,6 +33,7 @@ _COLUMNS = (
 @click.command("plan")
 @shape_options
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Element type.")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="What the cache holds. By default --dtype.")
 @click.option("--out-dtype", type=click.Choice(DTYPES), help="Element type of out. By default --dtype.")
 @click.option(
     "--max-kv-len",
@@ -45,6 +46,7 @@ _COLUMNS = (
 @json_option("one JSON document")
 def plan(
     dtype: str,
+    kv_dtype: str | None,
     out_dtype: str | None,
     max_kv_len: int | None,
     arch: str | None,
@@ -58,7 +60,7 @@ def plan(
     row tile, splits or blocks, memory, reads of KV, predicted time, and why. Times are predictions: nothing is
     measured. Registers and spills need NVRTC, how even the blocks of a VerifyPlan are loaded a C++ compiler.
     """
-    shape, kv_lens = given_shape(arguments, dtype, out_dtype, max_kv_len)
+    shape, kv_lens = given_shape(arguments, dtype, kv_dtype, out_dtype, max_kv_len)
     device = device_or_default(arch)
     limits = device if budget is None else apply_budget(device, budget)
     found = explain(shape, limits, kv_lens)
@@ -145,9 +147,10 @@ def _step(found: Explanation) -> str:
     longest = f" (made for {shape.kv_len:,})" if shape.kv_len > most else ""
     features = [f", {name.replace('_', '-')}" for name in ("new_kv", "split_kv", "soft_cap") if getattr(shape, name)]
     out = f", out {shape.out_dtype}" if shape.out_dtype not in (None, shape.dtype) else ""
+    cache = f", KV {shape.kv_dtype}" if shape.kv_dtype else ""
     return (
         f"{requests} of {shape.q_len} query tokens x {shape.num_heads} heads, {kv}{longest}, mask {shape.mask}, "
-        f"{shape.dtype}{out}, pages of {shape.page_size}{''.join(features)}"
+        f"{shape.dtype}{cache}{out}, pages of {shape.page_size}{''.join(features)}"
     )
 
 

@@ -15,6 +15,7 @@ from mlaflash.commands import render
 from mlaflash.commands.options import (
     DTYPES,
     FAILED,
+    KV_DTYPES,
     as_options,
     axis_options,
     device_option,
@@ -55,6 +56,7 @@ _FAILURES = ("wrong", "compile_failed", "launch_failed")
 )
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Requests.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Element type.")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="What the cache holds. By default --dtype.")
 @click.option("--mask", type=click.Choice(_MASKS), default="causal", show_default=True, help="Mask of the draft.")
 @click.option("--page-size", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of a page.")
 @click.option("--sm-scale", type=float, default=KIMI_K2_SM_SCALE, show_default=True, help="Scale of the scores.")
@@ -93,6 +95,7 @@ def sweep(
     kv_len: int | None,
     batch: int,
     dtype: str,
+    kv_dtype: str | None,
     mask: Any,
     page_size: int,
     sm_scale: float,
@@ -132,9 +135,10 @@ def sweep(
         name, value = ("--budget", budget) if budget is not None else ("--save-best", save_best)
         raise InvalidArgumentError(f"{name} is {value} and there is no GPU to time on ({reason}). Leave it out.")
     chosen = given_axes(constants)
-    names = kernels or tuple(swept_kernels(dtype, list(chosen)) or swept_kernels(dtype))
+    stored = kv_dtype or dtype
+    names = kernels or tuple(swept_kernels(stored, list(chosen)) or swept_kernels(stored))
     check_axes(names, list(chosen))
-    configs = [config for name in names for config in SPACES[name].candidates(target.kind, chosen)]
+    configs = [config for name in names for config in SPACES[name].candidates(target.kind, chosen, stored)]
     if not configs:
         values = as_options({name: ",".join(map(str, chosen[name])) for name in chosen})
         raise InvalidArgumentError(f"{', '.join(names)} is not built for {values}. See the values of sweep --help.")
@@ -144,6 +148,7 @@ def sweep(
         "kv_len": kv_len or _KV_LEN[target.kind],
         "batch": batch,
         "dtype": dtype,
+        **({} if stored == dtype else {"kv_dtype": stored}),
         "mask": mask,
         "page_size": page_size,
         "sm_scale": sm_scale,
@@ -240,6 +245,7 @@ def _case(options: Mapping[str, Any]) -> Case:
         sm_scale=options["sm_scale"],
         page_size=options["page_size"],
         dtype=options["dtype"],
+        kv_dtype=options.get("kv_dtype"),
         mask=options["mask"],
     )
 
@@ -247,7 +253,7 @@ def _case(options: Mapping[str, Any]) -> Case:
 def _where(target: Target, case: Case, count: int, reason: str) -> str:
     problem = (
         f"{count} candidates on {case.batch} x {case.q_lens[0]} tokens x {case.heads} heads, {case.kv_lens[0]} KV "
-        f"tokens, {case.dtype}, mask {case.mask}"
+        f"tokens, {case.dtype}{f', KV {case.kv_dtype}' if case.kv_dtype else ''}, mask {case.mask}"
     )
     if target.kind == "gpu":
         return f"{problem}; {target.name} ({target.device.arch}), medians from a cold level-2 cache"

@@ -33,6 +33,8 @@ def mla_verify(
     mask: str | TreeMask = "causal",
     tail_lens: Any = None,
     new_kv: Any = None,
+    kv_dtype: Any = None,
+    kv_scale: Any = 1.0,
     logit_cap: float = 0.0,
     out: Any = None,
     lse: Any = None,
@@ -89,6 +91,8 @@ def mla_verify(
         mask=mask,
         tail_lens=tail_lens,
         new_kv=new_kv,
+        kv_dtype=kv_dtype,
+        kv_scale=kv_scale,
         logit_cap=logit_cap,
         out_dtype=getattr(out, "dtype", None) if out_dtype is None else out_dtype,
         lse_base=lse_base,
@@ -106,6 +110,8 @@ def mla_sparse(
     *,
     sm_scale: float,
     topk_lens: Any = None,
+    kv_dtype: Any = None,
+    kv_scale: Any = 1.0,
     logit_cap: float = 0.0,
     out: Any = None,
     lse: Any = None,
@@ -144,6 +150,8 @@ def mla_sparse(
         indices=indices,
         sm_scale=sm_scale,
         topk_lens=topk_lens,
+        kv_dtype=kv_dtype,
+        kv_scale=kv_scale,
         logit_cap=logit_cap,
         out_dtype=getattr(out, "dtype", None) if out_dtype is None else out_dtype,
         lse_base=lse_base,
@@ -208,6 +216,7 @@ def _arrays(problem: Problem) -> dict[str, np.ndarray[Any, Any]]:
         problem.qo_indptr,
         problem.tail_lens,
         problem.mask_words,
+        problem.kv_scale,
     ]
     rows: list[Rows | None] = [problem.q, problem.kv, problem.new_kv]
     for piece in rows:

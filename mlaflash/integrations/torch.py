@@ -24,9 +24,9 @@ except ImportError as error:
 
 _SCHEMA = (
     "(Tensor q, Tensor kv_cache, Tensor kv_lens, Tensor? kv_indptr=None, Tensor? kv_indices=None, "
-    "Tensor? block_table=None, Tensor? qo_indptr=None, Tensor? mask_words=None, *, float sm_scale, "
-    "str mask='causal', SymInt max_q=0, float logit_cap=0.0, SymInt? page_size=None, SymInt? max_q_len=None, "
-    "SymInt? max_kv_len=None) -> (Tensor, Tensor)"
+    "Tensor? block_table=None, Tensor? qo_indptr=None, Tensor? mask_words=None, Tensor? kv_scale=None, *, "
+    "float sm_scale, str mask='causal', SymInt max_q=0, float logit_cap=0.0, str? kv_dtype=None, "
+    "SymInt? page_size=None, SymInt? max_q_len=None, SymInt? max_kv_len=None) -> (Tensor, Tensor)"
 )
 
 
@@ -39,11 +39,13 @@ def _run(
     block_table: Any = None,
     qo_indptr: Any = None,
     mask_words: Any = None,
+    kv_scale: Any = None,
     *,
     sm_scale: float,
     mask: str = "causal",
     max_q: int = 0,
     logit_cap: float = 0.0,
+    kv_dtype: str | None = None,
     page_size: int | None = None,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
@@ -60,6 +62,8 @@ def _run(
         qo_indptr=qo_indptr,
         mask=_mask(mask, mask_words, max_q, q),
         logit_cap=logit_cap,
+        kv_dtype=kv_dtype,
+        kv_scale=1.0 if kv_scale is None else kv_scale,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
     )
@@ -92,10 +96,14 @@ q, kv_cache, kv_lens, kv_indptr, kv_indices, block_table, qo_indptr : torch.Tens
     As in `mlaflash.mla_verify`, `q` and `kv_cache` of one array each.
 mask_words : torch.Tensor, shape (T, ceil(max_q / 32)), uint32 or int32, optional
     Words of a `TreeMask`, with ``mask="tree"``.
+kv_scale : torch.Tensor of one float32, optional
+    Of a ``"float8_e4m3"`` cache; 1 by default.
 sm_scale, logit_cap : float
 mask : {"causal", "none", "tree"}
 max_q : int
     Columns of the tree mask.
+kv_dtype : str, optional
+    As in `mlaflash.mla_verify`.
 page_size, max_q_len, max_kv_len : int, optional
     As in `mlaflash.mla_verify`; all but the tensors by keyword.
 

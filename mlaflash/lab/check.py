@@ -22,7 +22,7 @@ from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.space import SPACES, check_axes
 from mlaflash.lab.target import Target, built_key, call_name, no_progress, read_problem
 from mlaflash.problem import Problem
-from mlaflash.schedule import KERNELS, MMA_KERNELS, Launch
+from mlaflash.schedule import FP8_KERNELS, KERNELS, MMA_KERNELS, Launch
 from mlaflash.tiles import KernelConfig
 
 COMBINE: Final = "combine"
@@ -92,13 +92,18 @@ class _Run:
     case: Case
 
 
-def select(all_cases: Sequence[Case], dtypes: Sequence[str] = (), names: Sequence[str] = ()) -> list[Case]:
+def select(
+    all_cases: Sequence[Case],
+    dtypes: Sequence[str] = (),
+    names: Sequence[str] = (),
+    kv_dtypes: Sequence[str] = (),
+) -> list[Case]:
     """Choose some problems of a preset.
 
     Parameters
     ----------
     all_cases : sequence of Case
-    dtypes, names : sequence of str
+    dtypes, names, kv_dtypes : sequence of str
         What to keep; empty is everything.
 
     Raises
@@ -110,11 +115,17 @@ def select(all_cases: Sequence[Case], dtypes: Sequence[str] = (), names: Sequenc
     for name in names:
         if name not in known:
             raise InvalidArgumentError(f"case is {name!r}; this preset has {', '.join(known)}. Name one of them.")
-    kept = [case for case in all_cases if (not dtypes or case.dtype in dtypes) and (not names or case.name in names)]
+    kept = [
+        case
+        for case in all_cases
+        if (not dtypes or case.dtype in dtypes)
+        and (not names or case.name in names)
+        and (not kv_dtypes or case.stored in kv_dtypes)
+    ]
     if not kept:
         raise InvalidArgumentError(
-            f"dtype is {', '.join(dtypes)} and case {', '.join(names) or 'any'}; no problem of this preset is both. "
-            "Leave one out."
+            f"dtype is {', '.join(dtypes) or 'any'}, kv_dtype {', '.join(kv_dtypes) or 'any'} and case "
+            f"{', '.join(names) or 'any'}; no problem of this preset is all of that. Leave one out."
         )
     return kept
 
@@ -137,9 +148,24 @@ def labels(kernels: Sequence[str], nsplit: int | None, cases: Sequence[Case]) ->
     """
     if nsplit == 1 and COMBINE in kernels:
         raise InvalidArgumentError(f"nsplit is 1 and {COMBINE} merges at least 2 splits. Give 2 or more.")
-    only_float32 = all(case.dtype == "float32" for case in cases)
-    able = [label for label in CHECKED if label not in MMA_KERNELS or not only_float32]
+    able = [label for label in CHECKED if any(takes(label, case) for case in cases)]
     return [label for label in kernels or able if label != COMBINE or nsplit != 1]
+
+
+def takes(label: str, case: Case) -> bool:
+    """Whether a kernel does a problem, by its element types and lists.
+
+    Parameters
+    ----------
+    label : str
+        Of `CHECKED`.
+    case : Case
+    """
+    if case.topk and label == "mma_roles":
+        return False
+    if case.kv_dtype is not None:
+        return label in FP8_KERNELS[case.kv_dtype]
+    return label not in MMA_KERNELS or case.dtype != "float32"
 
 
 def check(

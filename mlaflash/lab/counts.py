@@ -20,19 +20,21 @@ _BUDGET = "sm_90"
 _DTYPE: Final = "bfloat16"
 
 
-def emulated(config: MmaKernelConfig) -> TileCounts:
+def emulated(config: MmaKernelConfig, kv_dtype: str | None = None) -> TileCounts:
     """Count what a block does for a KV tile on the emulator: of two lengths, the difference.
 
     Parameters
     ----------
     config : MmaKernelConfig
+    kv_dtype : str or None
+        What a cache of 8 bits holds.
 
     Raises
     ------
     MissingDependencyError
         There is no C++ compiler.
     """
-    few, many = (_report(config, tiles) for tiles in (_FEWER, _MORE))
+    few, many = (_report(config, tiles, kv_dtype) for tiles in (_FEWER, _MORE))
 
     def per_tile(count: str) -> int:
         difference: int = getattr(many, count) - getattr(few, count)
@@ -49,7 +51,7 @@ def emulated(config: MmaKernelConfig) -> TileCounts:
     )
 
 
-def _report(config: MmaKernelConfig, tiles: int) -> Report:
+def _report(config: MmaKernelConfig, tiles: int, kv_dtype: str | None) -> Report:
     case = Case(
         name="counts",
         q_lens=(config.rows // _HEADS,),
@@ -58,6 +60,7 @@ def _report(config: MmaKernelConfig, tiles: int) -> Report:
         sm_scale=0.1,
         page_size=TILE,
         dtype=_DTYPE,
+        kv_dtype=kv_dtype,
         mask="none",
     )
     reports: list[Report] = []

@@ -14,7 +14,7 @@ from mlaflash.emulator.plan import pieces
 from mlaflash.errors import CacheMissError, CompileError, MissingDependencyError, UnsupportedError
 from mlaflash.floors import Roofline, roofline, visible
 from mlaflash.mma_tiles import TILE, MmaConfig
-from mlaflash.params import D, numpy_dtype
+from mlaflash.params import row_bytes
 from mlaflash.plan import Capacity, Work, choose_work, plan_launch, run_launches, workspace_bytes
 from mlaflash.schedule import Launch, Schedule, mma_choice, mma_refusal
 from mlaflash.schedule import plan as plan_call
@@ -249,7 +249,7 @@ def _tiles(shape: VerifyShape, lens: Sequence[int], config: KernelConfig) -> tup
         seen = seen[:, (np.minimum(ends, shape.rows) - 1) // shape.num_heads]
     elif isinstance(config, TileConfig):
         seen = seen.repeat(-(-shape.num_heads // config.ht), axis=1)
-    return int(seen.sum()) * D * numpy_dtype(shape.dtype).itemsize, int((-(-seen // TILE)).sum())
+    return int(seen.sum()) * row_bytes(shape.stored), int((-(-seen // TILE)).sum())
 
 
 def _config(config: KernelConfig) -> dict[str, Any]:

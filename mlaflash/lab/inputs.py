@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mlaflash.errors import InvalidArgumentError, UnsupportedError
+from mlaflash.kv.quantize import quantize_ds_mla, quantize_e4m3
 from mlaflash.masks import TreeMask
-from mlaflash.params import DL, D
+from mlaflash.params import DL, FP8_CODES, D, row_bytes
 
 Array = npt.NDArray[Any]
 MaskKind = Literal["causal", "none", "chain", "tree", "dense"]
@@ -24,6 +25,10 @@ SCORE_SPREAD = 2.0
 COMMON_SHARE = 0.5
 MAX_REACH = 4
 HOLES = 0.125
+KV_SCALE = float(np.float32(0.013))
+"""Of `float8_e4m3` caches: no power of two; the largest of their numbers are a few hundred times as large."""
+
+_NAN_BYTE = 0xFF  # NaN in e4m3, and four of them in float32, two in bfloat16
 
 _DTYPES: dict[str, npt.DTypeLike] = {
     "float32": np.float32,
@@ -52,7 +57,9 @@ class Case:
     page_size : int
         Tokens of a page.
     dtype : {"float32", "bfloat16", "float16"}
-        Of q and of the cache.
+        Of q, of `new_kv`, and of the cache where `kv_dtype` is None.
+    kv_dtype : {None, "float8_e4m3", "fp8_ds_mla"}
+        What a cache of bytes holds.
     mask : {"causal", "none", "chain", "tree", "dense"}
         ``chain`` is the tree mask that equals causal, ``tree`` a random tree, ``dense`` random
         bits: a token may see later ones and be blind to itself.
@@ -78,6 +85,7 @@ class Case:
     sm_scale: float
     page_size: int = 1
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
     mask: MaskKind = "causal"
     logit_cap: float = 0.0
     id_dtype: str = "int32"
@@ -111,6 +119,10 @@ class Case:
             )
         if self.dtype not in _DTYPES:
             raise UnsupportedError(f"dtype is {self.dtype!r}; it must be one of {', '.join(_DTYPES)}.")
+        if self.kv_dtype not in (None, *FP8_CODES):
+            raise UnsupportedError(
+                f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(FP8_CODES)}, or None for dtype itself."
+            )
         for name, allowed in _ALLOWED.items():
             if getattr(self, name) not in allowed:
                 raise InvalidArgumentError(
@@ -121,6 +133,11 @@ class Case:
     def batch(self) -> int:
         """Requests."""
         return len(self.q_lens)
+
+    @property
+    def stored(self) -> str:
+        """What the cache holds: `kv_dtype`, or `dtype`."""
+        return self.kv_dtype or self.dtype
 
     @property
     def num_tokens(self) -> int:
@@ -173,10 +190,10 @@ def build(case: Case, seed: int) -> dict[str, Any]:
     if case.topk:
         indices, topk_lens = _lists(case, page_size, tables, rng)
         named = indices[(np.arange(case.topk) < topk_lens[:, None]) & (indices >= 0)]
-        pool.reshape(-1, D)[np.setdiff1d(np.arange(pool.shape[0] * page_size), named)] = np.nan
+        pool.reshape(-1, pool.shape[-1])[np.setdiff1d(np.arange(pool.shape[0] * page_size), named)] = _poison(pool)
         return {
             "q": _split(q) if case.paired else q,
-            "kv_cache": _split(pool) if case.paired else pool,
+            **_cache(case, pool),
             "indices": indices,
             "topk_lens": topk_lens,
             "sm_scale": case.sm_scale,
@@ -184,7 +201,7 @@ def build(case: Case, seed: int) -> dict[str, Any]:
         }
     arguments: dict[str, Any] = {
         "q": _split(q) if case.paired else q,
-        "kv_cache": _split(pool) if case.paired else pool,
+        **_cache(case, pool),
         "sm_scale": case.sm_scale,
         "logit_cap": case.logit_cap,
         "kv_lens": np.array(case.kv_lens, np.int32),
@@ -226,14 +243,40 @@ def _fill_pool(
         num_pages = sum(counts) + spare
         # Page 0 belongs to nobody: padded tokens of an engine point to it.
         ids = 1 + rng.permutation(num_pages - 1)[: sum(counts)]
-    pool = np.full((num_pages, page_size, D), np.nan, dtype)
-    slots = pool.reshape(-1, D)
+    if case.kv_dtype is None:
+        pool = np.full((num_pages, page_size, D), np.nan, dtype)
+    else:
+        pool = np.full((num_pages, page_size, row_bytes(case.kv_dtype)), _NAN_BYTE, np.uint8)
+    slots = pool.reshape(-1, pool.shape[-1])
     tables = np.split(ids, list(accumulate(counts))[:-1]) if counts else []
     for table, cached in zip(tables, cached_lens, strict=True):
         token = np.arange(cached)
         if cached:
-            slots[table[token // page_size] * page_size + token % page_size] = _rows(rng, cached, common, dtype)
+            rows = _rows(rng, cached, common, dtype)
+            slots[table[token // page_size] * page_size + token % page_size] = _stored(case, rows)
     return pool, page_size, tables
+
+
+def _stored(case: Case, rows: Array) -> Array:
+    """Write rows of the model as the cache holds them."""
+    if case.kv_dtype is None:
+        return rows
+    stored: Array = quantize_ds_mla(rows) if case.kv_dtype == "fp8_ds_mla" else quantize_e4m3(rows, KV_SCALE)[0]
+    return stored
+
+
+def _poison(pool: Array) -> Any:
+    return _NAN_BYTE if pool.dtype == np.uint8 else np.nan
+
+
+def _cache(case: Case, pool: Array) -> dict[str, Any]:
+    """Return the arguments about the cache."""
+    given: dict[str, Any] = {"kv_cache": _split(pool) if case.paired and case.kv_dtype != "fp8_ds_mla" else pool}
+    if case.kv_dtype is not None:
+        given["kv_dtype"] = case.kv_dtype
+    if case.kv_dtype == "float8_e4m3":
+        given["kv_scale"] = KV_SCALE
+    return given
 
 
 def _addresses(case: Case, tables: list[Array]) -> dict[str, Array]:

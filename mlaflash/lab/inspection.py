@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import itertools
 import re
 import shutil
 import subprocess
@@ -274,19 +275,24 @@ def shared_map(kernel: str, defines: Mapping[str, int]) -> tuple[Region, ...]:
         library.write_bytes(compile_library(path, defines, options=("-O0",)).payload)
         loaded = ctypes.CDLL(str(library))
         values = list((ctypes.c_uint32 * len(members)).in_dll(loaded, "offsets"))
-    regions = []
-    for (name, holds), begin, end in zip(members, values, values[1:], strict=False):
-        regions.append(Region(name.lower(), begin, end - begin, holds))
-    return tuple(regions)
+    # By their place, which may depend on the constants; what holds nothing with these ends where it begins.
+    order = sorted(range(len(members)), key=values.__getitem__)
+    regions = [
+        Region(members[i][0].lower(), values[i], values[after] - values[i], members[i][1])
+        for i, after in itertools.pairwise(order)
+    ]
+    return tuple(region for region in regions if region.num_bytes)
 
 
 def _members(source: str) -> list[tuple[str, str]]:
     """List the regions of ``struct Smem`` with their comments, and ``BYTES`` behind them.
 
-    A region begins at 0 or where one before ends; other members are sizes, or offsets inside of a region.
+    A region begins at 0 or behind one before; other members are ends, sizes, or offsets inside of a region.
     """
     struct = re.search(r"^struct Smem \{\n(.*?)^\};", source, re.DOTALL | re.MULTILINE)
     found: list[tuple[str, str]] = []
+    places: set[str] = set()
+    ends: set[str] = set()
     above = ""
     for line in struct[1].splitlines() if struct else ():
         member = _MEMBER.search(line)
@@ -295,10 +301,13 @@ def _members(source: str) -> list[tuple[str, str]]:
             continue
         name, definition, comment = member[1], member[2].strip(), member[3] or above
         above = ""
-        first = re.match(r"\w+", definition)
-        known = [region for region, _ in found]
-        follows = first is not None and (first[0] in known or (first[0].isdigit() and first[0] != "0"))
-        if follows if found else definition == "0":
+        words = set(re.findall(r"[A-Z]\w*", definition))
+        if not (words & (places | ends) if found else definition == "0"):
+            continue
+        if name.endswith("_END"):
+            ends.add(name)
+        elif definition not in places:  # else another name of the same
+            places.add(name)
             found.append((name, comment))
     return found
 

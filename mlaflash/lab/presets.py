@@ -15,7 +15,7 @@ from mlaflash.lab.inputs import Case, MaskKind
 
 KIMI_K2_SM_SCALE: Final = 0.14468
 DEEPSEEK_V3_SM_SCALE: Final = 0.13523
-MAX_EMULATOR_MACS: Final = 26_000_000
+MAX_EMULATOR_MACS: Final = 29_000_000
 
 _DEVICE_KINDS = ("gpu", "emulator")
 
@@ -133,16 +133,18 @@ def _draft(
     sm_scale: float,
     page_size: int = 1,
     id_dtype: str = "int32",
+    kv_dtype: str | None = None,
 ) -> Case:
     """One request whose draft is a chain, a tree or plainly causal."""
     return Case(
-        name=f"{mask}-q{q_len}-kv{kv_len}-h{heads}-p{page_size}-{dtype}",
+        name=f"{mask}-q{q_len}-kv{kv_len}-h{heads}-p{page_size}-{'-'.join(filter(None, (dtype, kv_dtype)))}",
         q_lens=(q_len,),
         kv_lens=(kv_len,),
         heads=heads,
         sm_scale=sm_scale,
         page_size=page_size,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         mask=mask,
         id_dtype=id_dtype,
     )
@@ -179,6 +181,17 @@ def _serving(*, heads: int, sm_scale: float) -> list[Case]:
             id_dtype="int64",
         )
         for dtype, mask, q_len in longest
+    ]
+    fp8: tuple[tuple[str, str, MaskKind, int, int, int], ...] = (
+        ("float8_e4m3", "bfloat16", "chain", 1, 65536, 64),
+        ("float8_e4m3", "float16", "tree", 8, 16391, 1),
+        ("float8_e4m3", "bfloat16", "tree", 16, 4101, 16),
+        ("fp8_ds_mla", "float16", "chain", 2, 16384, 16),
+        ("fp8_ds_mla", "bfloat16", "tree", 8, 65536, 64),
+    )
+    drafts += [
+        _draft(dtype, mask, q_len, kv_len, heads=heads, sm_scale=sm_scale, page_size=page_size, kv_dtype=kv_dtype)
+        for kv_dtype, dtype, mask, q_len, kv_len, page_size in fp8
     ]
     batches = [
         Case(
@@ -254,6 +267,31 @@ def _corners(*, heads: int, sm_scale: float) -> list[Case]:
             dtype="bfloat16",
             mask="dense",
             addressing="dense",
+        ),
+        Case(
+            name=f"new-tokens-apart-h{heads}-bfloat16-float8_e4m3",
+            q_lens=(1, 3, 2),
+            kv_lens=(18, 2, 17),
+            heads=heads,
+            sm_scale=sm_scale,
+            page_size=16,
+            kv_dtype="float8_e4m3",
+            mask="tree",
+            paired=True,
+            new_kv=True,
+        ),
+        Case(
+            name=f"ragged-soft-cap-block-table-h{heads}-float16-fp8_ds_mla",
+            q_lens=(2, 0, 3),
+            kv_lens=(17, 4, 12),
+            heads=heads,
+            sm_scale=sm_scale,
+            page_size=3,
+            dtype="float16",
+            kv_dtype="fp8_ds_mla",
+            logit_cap=2.5,
+            id_dtype="int64",
+            addressing="block_table",
         ),
         Case(
             name=f"lists-h{heads}-bfloat16",

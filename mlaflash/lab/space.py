@@ -9,7 +9,7 @@ from typing import Final
 
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.mma_tiles import MmaNarrowConfig, MmaRolesConfig, MmaWideConfig
-from mlaflash.schedule import MMA_KERNELS
+from mlaflash.schedule import FP8_KERNELS, MMA_KERNELS
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig, tile_candidates
 
 
@@ -26,12 +26,15 @@ class Axis:
     emulator_values : tuple of int
         What it tries on the emulator, where each compilation takes seconds.
     help : str
+    fp8_values : tuple of int
+        What it tries over a cache of 8 bits, on either; empty is the same as else.
     """
 
     name: str
     values: tuple[int, ...]
     emulator_values: tuple[int, ...]
     help: str
+    fp8_values: tuple[int, ...] = ()
 
     @property
     def option(self) -> str:
@@ -66,7 +69,9 @@ class Space:
     axes: tuple[Axis, ...]
     is_built: Callable[[Mapping[str, int]], bool] = lambda _: True
 
-    def candidates(self, device_kind: str, chosen: Mapping[str, Sequence[int]]) -> Iterator[KernelConfig]:
+    def candidates(
+        self, device_kind: str, chosen: Mapping[str, Sequence[int]], kv_dtype: str = "bfloat16"
+    ) -> Iterator[KernelConfig]:
         """Combine all values of all axes.
 
         Parameters
@@ -75,14 +80,20 @@ class Space:
             Which of an axis's values count where none are chosen.
         chosen : mapping of str to sequence of int
             Values by the name of an axis; names of other kernels' axes are passed over.
+        kv_dtype : str
+            What the cache holds.
 
         Yields
         ------
         KernelConfig
             The last axis changes fastest.
         """
-        defaults = [axis.values if device_kind == "gpu" else axis.emulator_values for axis in self.axes]
-        lists = [chosen.get(axis.name, default) for axis, default in zip(self.axes, defaults, strict=True)]
+        lists = []
+        for axis in self.axes:
+            values = axis.values if device_kind == "gpu" else axis.emulator_values
+            if axis.fp8_values and kv_dtype in FP8_KERNELS:
+                values = axis.fp8_values
+            lists.append(chosen.get(axis.name, values))
         for values in itertools.product(*lists):
             point = {axis.name: value for axis, value in zip(self.axes, values, strict=True)}
             if self.is_built(point):
@@ -119,6 +130,7 @@ SPACES: Final[dict[str, Space]] = {
             Axis("kv_groups", (1, 2), (1, 2), "Groups of four warps that take turns at the KV tiles."),
             Axis("stages", (2, 3, 4), (2, 3), "KV tiles in the ring."),
             Axis("exchange_buffers", (1, 2), (1, 2), "Buffers for the scores that warps exchange."),
+            Axis("step_tiles", (1,), (1,), "KV tiles that a group takes at once, 2 of 8 bits.", fp8_values=(1, 2)),
             _MMA_SPLITS,
         ),
     ),
@@ -141,9 +153,10 @@ SPACES: Final[dict[str, Space]] = {
     "mma_roles": Space(
         MmaRolesConfig,
         (
-            Axis("stages", (4, 8), (4,), "KV tiles in the ring."),
+            Axis("stages", (4, 8), (4,), "KV tiles in the ring.", fp8_values=(3, 4)),
             Axis("shared_steps", (3, 4, 5), (4,), "Steps of a score warp's part of q that stay in shared memory."),
             Axis("lookahead", (1, 2), (1, 2), "Operand loads ahead of the products."),
+            Axis("code_stages", (0,), (0,), "KV tiles of 8 bits in the ring before it.", fp8_values=(1, 2)),
             _MMA_SPLITS,
         ),
     ),
@@ -151,17 +164,19 @@ SPACES: Final[dict[str, Space]] = {
 """By the name of the kernel. A kernel that is added here can be swept, and gets the options of the command line."""
 
 
-def swept_kernels(dtype: str | None = None, names: Sequence[str] = ()) -> list[str]:
+def swept_kernels(kv_dtype: str | None = None, names: Sequence[str] = ()) -> list[str]:
     """List the kernels that have constants to choose.
 
     Parameters
     ----------
-    dtype : str or None
-        Only those that take this element type; None is all.
+    kv_dtype : str or None
+        Only those that read a cache of this; None is all.
     names : sequence of str
         Only those that have all of these axes.
     """
-    takes = [kernel for kernel in SPACES if dtype != "float32" or kernel not in MMA_KERNELS]
+    takes = [kernel for kernel in SPACES if kv_dtype != "float32" or kernel not in MMA_KERNELS]
+    if kv_dtype in FP8_KERNELS:
+        takes = list(FP8_KERNELS[kv_dtype])
     return [kernel for kernel in takes if SPACES[kernel].axes and set(names) <= {a.name for a in SPACES[kernel].axes}]
 
 

@@ -419,7 +419,7 @@ class Sweep:
             config=candidate.config.as_dict(),
             status=status,
             reason=reason,
-            shared_bytes=candidate.config.shared_bytes(self.case.dtype),
+            shared_bytes=candidate.config.shared_bytes(self.case.stored),
             shared_limit=device.shared_per_block,
             device=self.target.name,
             gpu=self.target.name if self.target.kind == "gpu" else None,

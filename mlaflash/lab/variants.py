@@ -20,9 +20,9 @@ from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.space import SPACES
 from mlaflash.lab.target import Built, built_key, no_progress, read_problem
 from mlaflash.mma_tiles import feature_defines
-from mlaflash.params import DTYPE_CODES
+from mlaflash.params import DTYPE_CODES, FP8_CODES
 from mlaflash.problem import Problem
-from mlaflash.schedule import CHUNK_TOKENS, KERNELS, MMA_KERNELS, Launch, deterministic_config, plan
+from mlaflash.schedule import CHUNK_TOKENS, FP8_KERNELS, KERNELS, MMA_KERNELS, Launch, deterministic_config, plan
 from mlaflash.tiles import KernelConfig, list_defines
 
 COMPILED: Final = (*KERNELS, "combine", "mask", "merge", "compact", "move")
@@ -123,7 +123,7 @@ def form(kernel: str, defines: Mapping[str, int]) -> dict[str, Any]:
     Returns
     -------
     dict
-        Constants under their lower-case names; ``dtype`` of q and the KV; and where they differ from it ``out_dtype``
+        Constants under their lower-case names; ``dtype`` of q; where they differ from it ``kv_dtype``, ``out_dtype``
         and, of `combine` and `merge`, ``partial_dtype``. In the other kernels the latter follows from the rest. Of
         `mask`, the name of its format.
     """
@@ -131,9 +131,9 @@ def form(kernel: str, defines: Mapping[str, int]) -> dict[str, Any]:
         code = defines.get("FORMAT")
         name = next((name for name, known in mask_pack.FORMAT_CODES.items() if known == code), "unknown")
         return {"format": name} | ({"sharded": 1} if defines.get("SHARDED") else {})
-    names = {code: name for name, code in DTYPE_CODES.items()}
+    names = {code: name for name, code in (DTYPE_CODES | FP8_CODES).items()}
     config: dict[str, Any] = {name.lower(): code for name, code in defines.items() if not name.endswith("_DTYPE")}
-    roles = ("OUT", "PARTIAL") if kernel in ("combine", "merge") else ("OUT",)
+    roles = ("OUT", "PARTIAL") if kernel in ("combine", "merge") else ("KV", "OUT")
     if "Q_DTYPE" in defines:
         config["dtype"] = names.get(defines["Q_DTYPE"], "unknown")
         for role in roles:
@@ -175,6 +175,7 @@ def variants(
     kernels: Sequence[str],
     *,
     out_dtypes: Sequence[str] = (),
+    kv_dtypes: Sequence[str] = (),
     every_tile: bool = False,
 ) -> tuple[list[Variant], list[str]]:
     """List what the calls on an architecture need compiled.
@@ -187,6 +188,8 @@ def variants(
         Of `COMPILED`.
     out_dtypes : sequence of str
         Element types of `out`; none is that of q, and float32.
+    kv_dtypes : sequence of str
+        What caches hold, of q's element type and `mlaflash.params.FP8_CODES`; none is all of them.
     every_tile : bool
         All candidates of a sweep as well, where otherwise the tiles are those that the library chooses.
 
@@ -205,7 +208,7 @@ def variants(
     found: dict[Built, Variant] = {}
     refused: dict[str, None] = {}
     # Plans come from the same code as a call's: what is compiled here is what a call looks for.
-    for call in _calls(device, dtypes, out_dtypes, every_tile):
+    for call in _calls(device, dtypes, out_dtypes, kv_dtypes, every_tile):
         try:
             launches = plan(
                 call.problem, device, kernel=call.kernel, tiles=call.config, deterministic=call.deterministic
@@ -295,18 +298,23 @@ class _Call:
     deterministic: bool = False
 
 
-def _calls(device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], every_tile: bool) -> Iterator[_Call]:
+def _calls(
+    device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], kv_dtypes: Sequence[str], every_tile: bool
+) -> Iterator[_Call]:
     """List calls that together need every form."""
     splits = [1, *combine.merge_splits()]
     candidates: list[_Call] = []
-    for dtype in dtypes:
+    for dtype, kv_dtype in itertools.product(dtypes, (*DTYPE_CODES, *FP8_CODES)):
+        is_fp8 = kv_dtype in FP8_CODES
+        if (kv_dtypes and kv_dtype not in kv_dtypes) or not (kv_dtype == dtype or (is_fp8 and dtype != "float32")):
+            continue
         for out_dtype in dict.fromkeys(out_dtypes or (dtype, "float32")):
             for features in itertools.product((False, True), repeat=len(_FEATURES)):
                 soft_cap, new_kv, split_kv, sparse = features
-                if sparse and new_kv:
+                if (sparse and new_kv) or (split_kv and kv_dtype == "fp8_ds_mla"):
                     continue  # there is no such call
-                problem = _problem(dtype, out_dtype, *features)
-                for kernel in KERNELS:
+                problem = _problem(dtype, kv_dtype, out_dtype, *features)
+                for kernel in FP8_KERNELS.get(kv_dtype, KERNELS):
                     if kernel in MMA_KERNELS and dtype == "float32":
                         continue  # nothing that a user could do about it
                     if kernel not in MMA_KERNELS and (soft_cap or new_kv or split_kv):
@@ -321,10 +329,10 @@ def _calls(device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], eve
                             for nsplit in splits:
                                 yield _Call(kernel, problem, space.change(config, {"nsplit": nsplit}))
                     if every_tile and space is not None and space.axes and out_dtype == dtype and not any(features):
-                        tiles = space.candidates("gpu", {"nsplit": [1]})
+                        tiles = space.candidates("gpu", {"nsplit": [1]}, kv_dtype)
                         candidates += [_Call(kernel, problem, config, is_shipped=False) for config in tiles]
                 fixed = deterministic_config(dtype).kernel
-                if not sparse and (fixed in MMA_KERNELS or not any(features)):
+                if not is_fp8 and not sparse and (fixed in MMA_KERNELS or not any(features)):
                     for chunks in (1, 9):  # both forms of the merge
                         bounded = replace(problem, max_kv_len=chunks * CHUNK_TOKENS)
                         yield _Call(fixed, bounded, None, deterministic=True)
@@ -332,7 +340,9 @@ def _calls(device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], eve
     yield from candidates
 
 
-def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv: bool, sparse: bool) -> Problem:
+def _problem(
+    dtype: str, kv_dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv: bool, sparse: bool
+) -> Problem:
     """Make a small problem with the features of `feature_defines`, or of `list_defines`."""
     case = Case(
         name="variants",
@@ -341,6 +351,7 @@ def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv:
         heads=8,
         sm_scale=1.0,
         dtype=dtype,
+        kv_dtype=kv_dtype if kv_dtype in FP8_CODES else None,
         logit_cap=30.0 if soft_cap else 0.0,
         new_kv=new_kv,
         paired=split_kv,
@@ -356,7 +367,7 @@ def _problem(dtype: str, out_dtype: str, soft_cap: bool, new_kv: bool, split_kv:
 def _shipped(kernel: str, problem: Problem, device: Device) -> list[KernelConfig | None]:
     """List the constants that a call chooses; None where there are none to choose."""
     if kernel in MMA_KERNELS:
-        chosen = [c.config for c in cost.fitting_classes(device, problem.is_sparse)]
-        chosen += [] if problem.is_sparse else tuned.configs(device)
+        chosen = [c.config for c in cost.fitting_classes(device, problem.is_sparse, kv_dtype=problem.kv_dtype)]
+        chosen += [] if problem.is_sparse or problem.is_fp8 else tuned.configs(device)
         return [config for config in dict.fromkeys(chosen) if config.kernel == kernel]
     return [plan(problem, device, kernel=kernel).config] if SPACES[kernel].axes else [None]

@@ -165,6 +165,8 @@ DEVICE void conversions(const VerifyParams& p) {
   if (p.variant < 2) {
     const f32x2 v = ld_global_f32x2(bytes_of(p.a, 8 * i));
     st_global_u32(bytes_of(p.out, 4 * i), p.variant ? pack_f16x2(v.x, v.y) : pack_bf16x2(v.x, v.y));
+  } else if (p.variant == 4) {
+    st_global_u32x2(bytes_of(p.out, 8 * i), e4m3x4_to_f16(ld_global_u32(bytes_of(p.a, 4 * i))));
   } else {
     const u16 v = ld_global_u16(bytes_of(p.a, 2 * i));
     st_global_f32(bytes_of(p.out, 4 * i), p.variant == 2 ? f16_to_f32(v) : bf16_to_f32(v));
@@ -204,6 +206,9 @@ DEVICE void arithmetic(const VerifyParams& p) {
     case 8:
       result = as_u32(ceil_f32(x));
       break;
+    case 9:
+      result = permute_bytes<0x6420>(a, b) ^ permute_bytes<0x7531>(b, a);
+      break;
   }
   st_global_u32(bytes_of(p.out, 4 * i), result);
 }
@@ -235,10 +240,16 @@ DEVICE void async_words(const VerifyParams& p) {
   st_global_u32(bytes_of(p.out, 4 * t), ld_shared_u32(shared_base() + 4 * r));
 }
 
-// b: how many of the 16 bytes to copy. A thread that copies none has no source.
+// b: how many of the 16 bytes to copy, or of 4. A thread that copies none has no source.
 DEVICE void async_fill(const VerifyParams& p) {
   const int t = thread_idx();
   const u32 bytes = ld_global_u32(bytes_of(p.b, 4 * t));
+  if (p.variant == 1) {
+    cp_async_4_zfill(shared_base() + 4 * t, bytes ? bytes_of(p.a, 4 * t) : nullptr, bytes);
+    cp_async_wait_all();
+    st_global_u32(bytes_of(p.out, 4 * t), ld_shared_u32(shared_base() + 4 * t));
+    return;
+  }
   cp_async_16_zfill(shared_base() + 16 * t, bytes ? bytes_of(p.a, 16 * t) : nullptr, bytes);
   cp_async_wait_all();
   st_global_u32x4(bytes_of(p.out, 16 * t), ld_shared_u32x4(shared_base() + 16 * t));
