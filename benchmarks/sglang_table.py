@@ -23,6 +23,8 @@ def table(document: dict[str, Any]) -> str:
     ]
     shapes: dict[tuple[int, ...], dict[str, Any]] = {}
     for result in document["results"]:
+        if result["pool"] != "bfloat16":
+            continue
         shapes.setdefault((result["batch"], result["prefix"], result["q_len"]), {})[result["kind"]] = result
     for (batch, prefix, q_len), kinds in shapes.items():
         cells = [f"{batch}, {prefix:,}, {q_len}"]

@@ -4,9 +4,9 @@ import dataclasses
 import importlib
 from typing import Any
 
+import engine_sources
 import numpy as np
 import pytest
-import sglang_sources
 
 from mlaflash.integrations import signatures
 from mlaflash.integrations.sglang import attach
@@ -17,16 +17,16 @@ from mlaflash.integrations.sglang_check import Engine, check_engine, load_engine
 def engine() -> Engine:
     pytest.importorskip("torch")
     pytest.importorskip("triton")
-    root = sglang_sources.sources()
+    root = engine_sources.sources()
     if root is None:
         pytest.importorskip("sglang", reason="SGLANG_SOURCES names no folder, and SGLang is not installed")
     else:
-        sglang_sources.install(root)
+        engine_sources.install(root)
     return load_engine()
 
 
 def test_the_sources_are_those_recorded(engine: Engine) -> None:
-    root = sglang_sources.sources()
+    root = engine_sources.sources()
     root = root if root is not None else signatures.installed("sglang")[1]
     for version in signatures.known_versions("sglang"):
         record = signatures.load("sglang", version)
@@ -57,8 +57,16 @@ def test_the_hook_reaches_every_backend(engine: Engine, monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 4096, 8), (8, 1000, 16), (3, 70, 5)])
-def test_the_verify_call_is_right(engine: Engine, shape: tuple[int, int, int]) -> None:
-    outcomes = list(check_engine(engine, shapes=[shape], samples=0))
+@pytest.mark.parametrize("pool", ["bfloat16", "float8_e4m3"])
+def test_the_verify_call_is_right(engine: Engine, shape: tuple[int, int, int], pool: str) -> None:
+    import torch
+
+    is_fp8 = pool == "float8_e4m3"
+    if is_fp8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("8-bit floats need sm_89")
+    shapes = ([], [shape]) if is_fp8 else ([shape], [])
+    outcomes = list(check_engine(engine, shapes=shapes[0], fp8_shapes=shapes[1], samples=0))
+    assert {outcome.pool for outcome in outcomes} == {pool}
     assert [outcome.kind for outcome in outcomes] == ["chain", "tree"]
     for outcome in outcomes:
         assert outcome.failure == ""

@@ -10,13 +10,14 @@ import click
 from mlaflash.commands import render
 from mlaflash.commands.options import FAILED, json_option
 from mlaflash.commands.render import Column
-from mlaflash.device import Device
+from mlaflash.device import Device, parse_arch
 from mlaflash.integrations import signatures
 from mlaflash.integrations.sglang import PACKAGE
-from mlaflash.integrations.sglang_check import Outcome, check_engine, load_engine
+from mlaflash.integrations.sglang_check import FP8_SHAPES, Outcome, check_engine, load_engine
 
 _COLUMNS = (
     Column("mask", "left", head=True),
+    Column("pool", "left", head=True),
     Column("requests", head=True),
     Column("prefix", head=True),
     Column("draft", head=True),
@@ -52,10 +53,14 @@ def sglang_check(only_sources: bool, as_json: bool) -> None:
     outcomes: list[Outcome] = []
     gpu = None
     if not different and not only_sources:
-        gpu = Device.current().name
-        say(f"verify calls of TritonAttnBackend on {gpu}: MLA, bfloat16, ragged prefixes, scattered slots")
+        device = Device.current()
+        gpu = device.name
+        say(f"verify calls of TritonAttnBackend on {gpu}: MLA, ragged prefixes, scattered slots")
         with render.progress() as progress:
-            outcomes = list(check_engine(load_engine(), progress=progress))
+            fp8_shapes = (
+                FP8_SHAPES if parse_arch(device.arch)[0] >= (8, 9) else ()
+            )  # others convert no numbers of 8 bits
+            outcomes = list(check_engine(load_engine(), fp8_shapes=fp8_shapes, progress=progress))
     failed = [outcome for outcome in outcomes if outcome.failure]
     passed = not different and not failed
     if as_json:
@@ -66,7 +71,8 @@ def sglang_check(only_sources: bool, as_json: bool) -> None:
     elif outcomes:
         render.table(_COLUMNS, [_row(outcome) for outcome in outcomes])
     for outcome in failed:
-        render.note(f"FAIL {outcome.kind} of {outcome.batch} x {outcome.q_len} at {outcome.prefix}: {outcome.failure}")
+        shape = f"{outcome.batch} x {outcome.q_len} at {outcome.prefix}"
+        render.note(f"FAIL {outcome.kind}, {outcome.pool}, {shape}: {outcome.failure}")
     say(f"{'passed' if passed else 'FAILED'} ({time.perf_counter() - started:.1f} s)")
     if not passed:
         sys.exit(FAILED)
@@ -76,6 +82,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     times = outcome.step_us, outcome.layer_us, outcome.sglang_us
     return (
         outcome.kind,
+        outcome.pool,
         str(outcome.batch),
         str(outcome.prefix),
         str(outcome.q_len),

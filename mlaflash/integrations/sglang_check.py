@@ -30,6 +30,9 @@ SHAPES: Final = tuple((batch, prefix, q) for batch in (1, 8) for prefix in (4096
 HEADS: Final = 8  # of Kimi K2.x on one of eight GPUs
 _ORACLE_TOKENS = 40_000  # beyond, the oracle would take minutes
 _RAGGED = 37  # tokens that each request has less than the one before
+FP8_SHAPES: Final = ((1, 16384, 8), (8, 4096, 16))
+"""Likewise, of pools in float8_e4m3."""
+_FP8_SCALE = 0.5
 _LAYERS = 9  # of a step that is timed: the first, which plans it, and more that do not
 _SM_SCALE = yarn_sm_scale(factor=64)
 
@@ -90,12 +93,15 @@ class Outcome:
     Attributes
     ----------
     kind : {"chain", "tree"}
+    pool : {"bfloat16", "float8_e4m3"}
+        Element type of the pool.
     batch, prefix, q_len, heads : int
     served : bool
         Whether the backend's verify calls ran on mlaflash's kernels.
     oracle_error, sglang_error : float or None
         Largest error of an element relative to it, or to the root mean square of its row where that is larger: against
-        the oracle (None where the batch is too large for it), and against SGLang's own kernel.
+        the oracle (None where the batch is too large for it), and against SGLang's own kernel. That one rounds queries
+        and weights to 8 bits where the pool has 8: what it gives is shown then, and judges nothing.
     oracle_norm, sglang_norm : float or None
         Error of the whole relative to its norm, likewise.
     wrong : str
@@ -109,6 +115,7 @@ class Outcome:
     """
 
     kind: str
+    pool: str
     batch: int
     prefix: int
     q_len: int
@@ -137,6 +144,7 @@ def check_engine(
     engine: Engine,
     *,
     shapes: Sequence[tuple[int, int, int]] = SHAPES,
+    fp8_shapes: Sequence[tuple[int, int, int]] = (),
     heads: int = HEADS,
     device: str = "cuda",
     make_seam: Callable[[Any], Any] | None = None,
@@ -148,7 +156,8 @@ def check_engine(
     Parameters
     ----------
     engine : Engine
-    shapes : sequence of (batch, prefix, q_len)
+    shapes, fp8_shapes : sequence of (batch, prefix, q_len)
+        With pools in bfloat16, and in float8_e4m3.
     heads : int
     device : str
         Of the tensors.
@@ -170,15 +179,17 @@ def check_engine(
     UnsupportedError
         `mlaflash.integrations.sglang.attach` refuses the backend.
     """
-    cases = [(kind, *shape) for shape in shapes for kind in KINDS]
-    for done, (kind, batch, prefix, q_len) in enumerate(cases):
+    pools = [("bfloat16", shape) for shape in shapes] + [("float8_e4m3", shape) for shape in fp8_shapes]
+    cases = [(kind, pool, *shape) for pool, shape in pools for kind in KINDS]
+    for done, case in enumerate(cases):
         progress("verifying through SGLang's backend", done, len(cases))
-        yield _run(engine, kind, batch, prefix, q_len, heads, device, make_seam, samples)
+        yield _run(engine, *case, heads, device, make_seam, samples)
 
 
 def _run(
     engine: Engine,
     kind: str,
+    pool_dtype: str,
     batch: int,
     prefix: int,
     q_len: int,
@@ -201,6 +212,9 @@ def _run(
         return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(torch.bfloat16)
 
     pool, q, k = normal(total + 65, 1, D), 0.5 * normal(tokens, heads, D), normal(tokens, 1, D)
+    scale = None
+    if pool_dtype == "float8_e4m3":
+        scale, pool = _FP8_SCALE, (pool / _FP8_SCALE).to(torch.float8_e4m3fn)
     slots = 1 + torch.randperm(total + 64, generator=generator, device=device)[:total]
     indptr = torch.tensor(np.cumsum([0, *prefix_lens]), dtype=torch.int32, device=device)
     mask, flat, mask_indptr = _mask(kind, prefix_lens, q_len, rng)
@@ -219,7 +233,7 @@ def _run(
         window_num_kv_splits=None,
         window_kv_offsets=None,
     )
-    layers = [_layer(engine, heads, index) for index in range(_LAYERS if samples else 2)]
+    layers = [_layer(engine, heads, index, scale) for index in range(_LAYERS if samples else 2)]
     pools = [pool, *(pool.clone() for _ in layers[1:])]
     backend = _backend(engine, metadata, pools, batch, prefix + q_len, 1 if kind == "chain" else 4, device)
     forward_batch = _forward_batch()
@@ -254,7 +268,7 @@ def _run(
         return min(found, key=lambda comparison: (comparison.passed, -comparison.max_rel))
 
     from_sglang = judge(_to_numpy(theirs).reshape(tokens, heads, DL).astype(np.float64), _APART)
-    wrong = f"from SGLang's kernel: {from_sglang.reason}" if from_sglang.reason else ""
+    wrong = f"from SGLang's kernel: {from_sglang.reason}" if from_sglang.reason and scale is None else ""
     from_oracle = None
     if batch * prefix <= _ORACLE_TOKENS:
         expected, _ = oracle.mla_verify(
@@ -266,6 +280,7 @@ def _run(
             kv_indices=slots.cpu().numpy(),
             mask=mask,
             new_kv=_to_numpy(k)[:, 0],
+            kv_scale=1.0 if scale is None else scale,
         )
         from_oracle = judge(expected, _OURS)
         wrong = f"from the oracle: {from_oracle.reason}" if from_oracle.reason else wrong
@@ -282,6 +297,7 @@ def _run(
         sglang_us = time_of(1, serve=False)
     return Outcome(
         kind=kind,
+        pool=pool_dtype,
         batch=batch,
         prefix=prefix,
         q_len=q_len,
@@ -344,7 +360,10 @@ def _backend(
     return backend
 
 
-def _layer(engine: Engine, heads: int, index: int = 0) -> Any:
+def _layer(engine: Engine, heads: int, index: int = 0, scale: float | None = None) -> Any:
+    import torch
+
+    on_device = None if scale is None else torch.tensor(scale)
     return SimpleNamespace(
         layer_id=index,
         tp_q_head_num=heads,
@@ -354,8 +373,10 @@ def _layer(engine: Engine, heads: int, index: int = 0) -> Any:
         scaling=_SM_SCALE,
         logit_cap=0.0,
         logit_capping_method="tanh",
-        k_scale=None,
-        v_scale=None,
+        k_scale=on_device,
+        v_scale=on_device,
+        k_scale_float=scale,
+        v_scale_float=scale,
         is_cross_attention=False,
         attn_type=engine.decoder,
         sliding_window_size=-1,
@@ -373,5 +394,6 @@ def _forward_batch() -> Any:
 def _to_numpy(tensor: Any) -> Array:
     import torch
 
-    bits: Array = tensor.contiguous().view(torch.int16).cpu().numpy()
-    return bits.view(ml_dtypes.bfloat16)
+    is_fp8 = tensor.dtype == torch.float8_e4m3fn
+    bits: Array = tensor.contiguous().view(torch.uint8 if is_fp8 else torch.int16).cpu().numpy()
+    return bits.view(ml_dtypes.float8_e4m3fn if is_fp8 else ml_dtypes.bfloat16)
