@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,12 +228,25 @@ def _steps(
         return [Step(*given_shape(arguments, dtype, kv_dtype, out_dtype))]
     context = click.get_current_context()
     for param in context.command.params:
-        is_idle = param.name in {*SHAPE_NAMES, "dtype", "kv_dtype", "out_dtype"} - {"budget"}
+        is_idle = param.name in {*SHAPE_NAMES, "dtype", "out_dtype"} - {"budget"}
         if is_idle and context.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
             raise InvalidArgumentError(
                 f"{param.opts[0]} is given with --suite, whose problems are fixed. Leave one of both out."
             )
-    return [Step(shape, shape.check_lens(None)) for name in suites for shape in suite(name)]
+    return suite_steps(suites, kv_dtype)
+
+
+def suite_steps(suites: Sequence[str], kv_dtype: str | None) -> list[Step]:
+    """Return the steps of suites.
+
+    Parameters
+    ----------
+    suites : sequence of str
+    kv_dtype : str or None
+        What their caches hold, where it is not what they say.
+    """
+    shapes = [shape if kv_dtype is None else replace(shape, kv_dtype=kv_dtype) for n in suites for shape in suite(n)]
+    return [Step(shape, shape.check_lens(None)) for shape in shapes]
 
 
 def _with_kernel(steps: Sequence[Step], kernel: str | None, axes: Mapping[str, int], device: Device) -> list[Step]:
