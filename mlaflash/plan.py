@@ -147,6 +147,7 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
     """
     check_fp8(capacity.kv_dtype, device)
     if tiles is None:
+        # The model alone: what a tuned table has over it are splits and waves of a grid, which a plan does without.
         choice = cost.choose(
             max(capacity.rows, 1),
             max(capacity.max_batch, 1),

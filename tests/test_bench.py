@@ -332,6 +332,21 @@ def test_figures_are_written(tmp_path: Path) -> None:
     assert run("bench", "--predict", "rtx-5090", "--plot", str(tmp_path / "bench.nothing")).exit_code == 2
 
 
+def test_the_table_of_the_readme_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import readme
+
+    assert "<!-- bench-table -->" in readme.README.read_text()
+    (record,) = bench(EmulatorRunner(), [Step(SMALL, (40, 40))])
+    record = dataclasses.replace(record, kernel="mma_narrow", num_splits=3)
+    head, _, _, _, row, end = readme.table([record]).split("\n")
+    assert "4,000 GB/s" in head
+    assert row.startswith("| 2, 3, 4, 40 | mma_narrow x 3 | 21.0 (20.2 to 21.8) | 21.0 |")
+    assert end == ""
+    with pytest.raises(SystemExit, match="not measured"):
+        readme.table([dataclasses.replace(record, status="predicted")])
+
+
 def test_plotting_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("bench", "--predict", "rtx-5090", "--plot", str(tmp_path / "bench.svg"))
