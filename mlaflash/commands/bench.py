@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from mlaflash.commands import render
+from mlaflash.commands.bench_ranks import show_ranks
 from mlaflash.commands.options import (
     DTYPES,
     FAILED,
@@ -82,6 +83,13 @@ _COMPARED = (Column("A us"), Column("B us"), Column("B / A"))
 @click.option("--samples", type=click.IntRange(min=1), default=50, show_default=True, help="Timings of a step.")
 @click.option("--measure-ceilings", is_flag=True, help="Measure the ceilings anew, whatever is known of this card.")
 @click.option("--predict", "card", type=click.Choice(tuple(CARDS)), help="Predict for a card; needs no GPU.")
+@click.option("--ranks", type=click.IntRange(min=1), help="One step on as many GPUs, its tokens spread over them.")
+@click.option(
+    "--head-groups",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="With --ranks: parts of the heads, each exchanged beside the attention of others (repeatable; default 1).",
+)
 @click.option(
     "--compare",
     "files",
@@ -102,6 +110,8 @@ def bench(
     samples: int,
     measure_ceilings: bool,
     card: str | None,
+    ranks: int | None,
+    head_groups: tuple[int, ...],
     files: tuple[Path, Path] | None,
     as_json: bool,
     as_csv: bool,
@@ -115,7 +125,14 @@ def bench(
     included; bytes (each KV row counted once) and operations a second, and their shares of the measured ceilings of
     streaming reads and of mma.sync; what the cost model says; a CUDA graph's time, and the time for which a repeated
     call keeps the host. A few rows are held against float64 first. Exit status 1 where one is wrong.
+
+    With --ranks: one layer on several GPUs, --heads and --kv-len those of all together, against one GPU.
     """
+    if ranks is not None:
+        show_ranks(ranks, head_groups, arguments, dtype=dtype, out_dtype=out_dtype, card=card, as_json=as_json)
+        return
+    if head_groups:
+        raise InvalidArgumentError("--head-groups is given without --ranks. Say on how many GPUs.")
     if as_json and as_csv:
         raise InvalidArgumentError("--json and --csv are given; stdout holds one of them. Leave one out.")
     if files is not None:
