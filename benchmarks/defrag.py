@@ -46,6 +46,12 @@ class Attention:
         """Microseconds that a layer saves when shuffled slots become runs."""
         return self.shuffled - self.runs
 
+    def break_even(self, us_per_token: float) -> float | None:
+        """Steps behind which moving all tokens has paid, or None; below half a percent is noise."""
+        if self.gain <= 0.005 * self.shuffled:
+            return None
+        return self.batch * self.kv_len * us_per_token / (LAYERS * self.gain)
+
 
 @dataclass(frozen=True)
 class Movement:
@@ -149,20 +155,26 @@ def movements(device: Device, tokens: int) -> tuple[list[Movement], float]:
 def report(attentions: list[Attention], moved: list[Movement], ceiling: float, device: Device) -> str:
     (defragmentation,) = (m for m in moved if "defragmentation" in m.name)
     us_per_token = defragmentation.us / defragmentation.rows
+    steps = [a.break_even(us_per_token) for a in attentions]
+    paid = [count for count in steps if count is not None]
     lines = [
+        "**For these kernels defragmentation "
+        + ("never pays**" if not paid else "hardly ever pays**" if len(paid) <= len(steps) / 3 else "can pay**")
+        + f": in {len(paid)} of {len(steps)} shapes"
+        + (f", after {min(paid):,.0f} steps at the least" if paid else "")
+        + f". Shuffled slots cost at most {max(a.shuffled / a.runs for a in attentions) - 1:.1%} over runs of {RUN}.",
+        "",
         f"{device.name}: one layer, us, and the steps behind which moving all tokens of the batch in {LAYERS} layers "
         f"({us_per_token * 1e3:.1f} ns a token) has paid.",
         "",
         "| B, q, H, kv | kernel | contiguous | runs of 64 | shuffled | shuffled / runs | pays after, steps |",
         "|---|---|---|---|---|---|---|",
     ]
-    for a in attentions:
-        # Below half a percent is noise.
-        pays = a.gain > 0.005 * a.shuffled
-        steps = f"{a.batch * a.kv_len * us_per_token / (LAYERS * a.gain):,.0f}" if pays else "never"
+    for a, count in zip(attentions, steps, strict=True):
+        pays = "never" if count is None else f"{count:,.0f}"
         lines.append(
             f"| {a.batch}, {a.q_len}, {a.heads}, {a.kv_len} | `{a.kernel}` | {a.contiguous:.1f} | {a.runs:.1f} "
-            f"| {a.shuffled:.1f} | {a.shuffled / a.runs:.3f} | {steps} |"
+            f"| {a.shuffled:.1f} | {a.shuffled / a.runs:.3f} | {pays} |"
         )
     lines += [
         "",
@@ -178,12 +190,20 @@ def report(attentions: list[Attention], moved: list[Movement], ceiling: float, d
     return "\n".join(lines) + "\n"
 
 
+FOOT = """
+So `kv.plan_defrag` is for what asks for runs: another kernel that reads whole pages, a transfer of a request to another
+machine, pages that must be given back. Where a step does pay, it does so only for requests that live on for longer than
+the break-even, and whose new tokens land in runs too. Compaction after a tree was verified is another matter: it is
+needed, and moves a few rows.
+"""
+
 HEAD = """\
 # When defragmentation pays
 
 A page table of single tokens hands out slots from anywhere. A row of the cache is 1,152 bytes, nine whole lines, so
-that a scattered read wastes none of what it fetches; what is left is the reach of the GPU's address translation. Moving
-a request costs twice its KV in traffic, in all layers. Measured by `python benchmarks/defrag.py`:
+that a scattered read wastes none of what it fetches, and the kernels read ids ahead of rows; what is left is the reach
+of the GPU's address translation. Moving a request costs twice its KV in traffic, in all layers. Measured by
+`python benchmarks/defrag.py`:
 
 """
 
@@ -207,7 +227,7 @@ def main() -> None:
         numbers = {"attention": [asdict(a) for a in attentions], "moves": [asdict(m) for m in moved], "copy": ceiling}
         options.json.write_text(json.dumps(numbers, indent=2))
     if options.update_docs:
-        DOCS.write_text(HEAD + text)
+        DOCS.write_text(HEAD + text + FOOT)
 
 
 if __name__ == "__main__":

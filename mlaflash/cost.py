@@ -7,9 +7,10 @@ One call is a split kernel and, with more than one split, a merge. A block of th
 
 where the first row tile of a request reads its KV from memory and the others read it from the level-2 cache.
 
-The constants of a row tile were measured on one NVIDIA H200 at 1.79 GHz (`docs/experiments.md`). They are kept in
-clocks, and what a tile needs of the tensor cores and of shared memory is counted. On other GPUs a tile takes what it
-took there, or what the counts say if that is more: a prediction, until it is measured.
+The constants were fitted to one NVIDIA H200 at 1.79 GHz, all at once, to what `mlaflash sweep` measured of the
+candidates of 141 problems (`docs/experiments.md`). Those of a tile are kept in clocks, and what a tile needs of the
+tensor cores and of shared memory is counted. On other GPUs a tile takes what it took there, or what the counts say if
+that is more: a prediction, until it is measured.
 """
 
 from __future__ import annotations
@@ -43,8 +44,17 @@ TOKENS_PER_SPLIT: Final = 64
 
 _LAUNCH_US = 2.8
 _ACHIEVABLE = 0.9  # of a data sheet's bandwidth: 4.3 of the 4.8 TB/s of an H200
-_ACCURACY = 0.05  # candidates as near as this to the best one are as good for all that the model knows
-_LATER_START = 0.6  # of a block's start once another block has warmed the caches
+_ACCURACY = 0.01  # candidates as near as this to the best one are as good for all that the model knows
+_LATER_START = 0.64  # of a block's start once another block has warmed the caches
+_CACHED_WAIT = 0.3  # of what small pages cost where a tile lies in the level-2 cache
+
+# The merge, launched as a dependent: what its launch leaves, a round of loads, and partials that lie in the cache.
+_MERGE_US = 2.0
+_MERGE_ROUND_US = 1.0
+_MERGE_BANDWIDTH = 0.365  # of the level-2 cache's
+# Where warps share the splits a row has four blocks, of 118 registers a thread on sm_90: an SM holds four at a time.
+_MERGE_BLOCKS_PER_SM = 4
+_MERGE_WAVE_US = 2.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +163,8 @@ class RowClass:
         Of GPUs that it is chosen for: on older ones it takes more registers than a thread has.
     takes_lists : bool
         Whether it does attention over lists of slots.
-    least_page_size : int
-        Of caches that it is chosen for: with smaller pages it was measured to be no faster than others.
+    small_pages : float
+        How many times as long a tile takes where it may lie in several pages and every block reads from memory.
     """
 
     config: MmaKernelConfig
@@ -164,29 +174,29 @@ class RowClass:
     blocks_per_sm: int = 1
     least_capability: tuple[int, int] = (8, 0)
     takes_lists: bool = True
-    least_page_size: int = 1
+    small_pages: float = 1.0
 
 
 ROW_CLASSES: Final = (
-    RowClass(NARROW, start_us=5.8, tile_clocks=832, counts=TileCounts(136, 68, 16_896, 18_688, 4, 0)),
-    RowClass(ROWS_32, start_us=7.2, tile_clocks=1253, counts=TileCounts(272, 136, 32_768, 18_432, 8, 264)),
+    RowClass(NARROW, start_us=5.6, tile_clocks=806, counts=TileCounts(136, 68, 16_896, 18_688, 4, 0)),
+    RowClass(ROWS_32, start_us=6.0, tile_clocks=1366, counts=TileCounts(272, 136, 32_768, 18_432, 8, 264)),
     RowClass(
         ROWS_32_PAIR,
-        start_us=7.2,
-        tile_clocks=2390,
+        start_us=6.9,
+        tile_clocks=2087,
         counts=TileCounts(272, 136, 8_192, 18_432, 4, 132),
         blocks_per_sm=2,
     ),
     RowClass(
         ROWS_64_ROLES,
-        start_us=14.0,
-        tile_clocks=1566,
+        start_us=8.2,
+        tile_clocks=1564,
         counts=TileCounts(544, 104, 48_656, 18_432, 16, 404),
         least_capability=(9, 0),
         takes_lists=False,
-        least_page_size=TILE,
+        small_pages=1.15,
     ),
-    RowClass(ROWS_64, start_us=9.8, tile_clocks=1700, counts=TileCounts(544, 272, 16_384, 18_432, 8, 264)),
+    RowClass(ROWS_64, start_us=7.5, tile_clocks=1678, counts=TileCounts(544, 272, 16_384, 18_432, 8, 264)),
 )
 """Configurations to choose from, fewest rows first; of equal times the first one is taken."""
 
@@ -194,14 +204,14 @@ FP8_ROW_CLASSES: Final = {
     "float8_e4m3": (
         RowClass(
             NARROW_E4M3,
-            start_us=5.8,
+            start_us=5.6,
             tile_clocks=1390,
             counts=TileCounts(136, 32, 17_664, 9_472, 4, 0),
             blocks_per_sm=2,
         ),
         RowClass(
             NARROW_32_E4M3,
-            start_us=7.0,
+            start_us=6.6,
             tile_clocks=2250,
             counts=TileCounts(272, 32, 40_448, 9_472, 8, 0),
             blocks_per_sm=2,
@@ -209,7 +219,7 @@ FP8_ROW_CLASSES: Final = {
         ),
         RowClass(
             ROLES_E4M3,
-            start_us=14.0,
+            start_us=8.2,
             tile_clocks=1650,
             counts=TileCounts(544, 104, 90_640, 9_280, 16, 404),
             takes_lists=False,
@@ -218,14 +228,14 @@ FP8_ROW_CLASSES: Final = {
     "fp8_ds_mla": (
         RowClass(
             NARROW_DS_MLA,
-            start_us=5.8,
+            start_us=5.6,
             tile_clocks=1550,
             counts=TileCounts(136, 36, 18_944, 10_752, 8, 0),
             blocks_per_sm=2,
         ),
         RowClass(
             NARROW_32_DS_MLA,
-            start_us=7.0,
+            start_us=6.6,
             tile_clocks=1400,
             counts=TileCounts(272, 36, 51_712, 10_752, 8, 0),
             takes_lists=False,
@@ -393,14 +403,13 @@ def choose(
             f"rows_per_request is {rows_per_request}, batch {batch}, max_kv_len {max_kv_len} and max_splits "
             f"{max_splits}; each must be at least 1, and max_kv_len at least 0."
         )
-    model = _Model(
-        rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes, kv_dtype
-    )
+    speed = speed or speed_of(device)
+    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed, partial_bytes, page_size, kv_dtype)
     allowed = [c for c in row_classes(kv_dtype) if row_tile in (None, c.config.rows)]
     if not allowed:
         known = ", ".join(str(c.config.rows) for c in row_classes(kv_dtype))
         raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
-    fitting = [c for c in fitting_classes(device, is_sparse, page_size, kv_dtype) if c in allowed]
+    fitting = [c for c in fitting_classes(device, is_sparse, kv_dtype) if c in allowed]
     if not fitting:
         least = min(c.config.shared_bytes(kv_dtype) for c in allowed if c.blocks_per_sm == 1)
         raise TileError(
@@ -409,7 +418,7 @@ def choose(
             shared_bytes=least,
             shared_limit=device.shared_per_block,
         )
-    best = [min((model.call_us(c, s), s) for s in model.split_candidates(c, max_splits)) for c in fitting]
+    best = [model.best_splits(c, max_splits) for c in fitting]
     bound = min(best)[0] * (1 + _ACCURACY)
     good = [(model.row_tiles(c), us, splits, c) for c, (us, splits) in zip(fitting, best, strict=True) if us <= bound]
     _, us, splits, row_class = min(good, key=lambda candidate: candidate[:3])
@@ -425,6 +434,7 @@ def choice_of(
     device: Device,
     *,
     partial_bytes: int = 2,
+    page_size: int = 64,
     kv_dtype: str = "bfloat16",
     speed: Speed | None = None,
 ) -> Choice:
@@ -435,12 +445,11 @@ def choice_of(
     config : MmaKernelConfig
         Constants that are none of `ROW_CLASSES` cost what the nearest of them do: same rows, threads, kernel.
     num_splits : int
-    rows_per_request, batch, max_kv_len, device, partial_bytes, kv_dtype, speed
+    rows_per_request, batch, max_kv_len, device, partial_bytes, page_size, kv_dtype, speed
         As in `choose`.
     """
-    model = _Model(
-        rows_per_request, batch, max_kv_len, device.num_sms, speed or speed_of(device), partial_bytes, kv_dtype
-    )
+    speed = speed or speed_of(device)
+    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed, partial_bytes, page_size, kv_dtype)
     row_class = _nearest_class(config, kv_dtype)
     prediction = model.prediction(row_class, num_splits)
     return Choice(config, num_splits, prediction.total_us, model.reasons(row_class, num_splits), prediction)
@@ -465,12 +474,11 @@ def candidates(
     rows_per_request, batch, max_kv_len, device, partial_bytes, page_size, kv_dtype
         As in `choose`.
     """
-    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed_of(device), partial_bytes, kv_dtype)
-    # Whatever pages it was measured on: a measurement decides here.
-    classes = fitting_classes(device, page_size=max(page_size, TILE), kv_dtype=kv_dtype)
+    speed = speed_of(device)
+    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed, partial_bytes, page_size, kv_dtype)
     found = [
         (c.config, splits, model.prediction(c, splits).total_us)
-        for c in classes
+        for c in fitting_classes(device, kv_dtype=kv_dtype)
         for splits in model.split_candidates(c, combine.MAX_SPLITS)
     ]
     return sorted(found, key=lambda each: each[2])
@@ -490,9 +498,7 @@ def usable_splits(num_splits: int, max_kv_len: int) -> int:
     return _ceil(tiles, _ceil(tiles, most))
 
 
-def fitting_classes(
-    device: Device, is_sparse: bool = False, page_size: int = 64, kv_dtype: str = "bfloat16"
-) -> list[RowClass]:
+def fitting_classes(device: Device, is_sparse: bool = False, kv_dtype: str = "bfloat16") -> list[RowClass]:
     """List the configurations that `choose` takes on a device: as many blocks of each as it counts on fit an SM.
 
     Parameters
@@ -500,14 +506,11 @@ def fitting_classes(
     device : Device
     is_sparse : bool
         Whether each query token has a list of its slots.
-    page_size : int
-        Tokens of a page.
     kv_dtype : str
         What the cache holds.
     """
     capability = parse_arch(device.arch)[0]
     allowed = [c for c in row_classes(kv_dtype) if capability >= c.least_capability and c.takes_lists >= is_sparse]
-    allowed = [c for c in allowed if page_size >= c.least_page_size]
     return [c for c in allowed if occupancy_blocks(c.config.shared_bytes(kv_dtype), device) >= c.blocks_per_sm]
 
 
@@ -538,7 +541,7 @@ def start_tiles(config: MmaKernelConfig, device: Device, kv_dtype: str = "bfloat
         What the cache holds.
     """
     row_class = _nearest_class(config, kv_dtype)
-    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2, kv_dtype).tile_us(row_class)
+    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2, 64, kv_dtype).tile_us(row_class)
     return max(1, round(_LATER_START * row_class.start_us / tile_us))
 
 
@@ -558,6 +561,7 @@ class _Model:
     num_sms: int
     speed: Speed
     partial_bytes: int
+    page_size: int
     kv_dtype: str
 
     @property
@@ -582,11 +586,26 @@ class _Model:
         counts = {min(max(splits, 1), most) for splits in wanted}
         return sorted({_ceil(self.tiles, _ceil(self.tiles, splits)) for splits in counts})
 
+    def page_factor(self, row_class: RowClass) -> float:
+        """Return what small pages cost a tile: of row tiles in step with each other, one waits for memory."""
+        if self.page_size >= TILE:
+            return 1.0
+        waits = _CACHED_WAIT + (1 - _CACHED_WAIT) / self.row_tiles(row_class)
+        return 1 + (row_class.small_pages - 1) * waits
+
+    def best_splits(self, row_class: RowClass, max_splits: int) -> tuple[float, int]:
+        """Return the least time and its splits; of about equal ones those with the shortest chain of tiles."""
+        times = {splits: self.call_us(row_class, splits) for splits in self.split_candidates(row_class, max_splits)}
+        bound = min(times.values()) * (1 + _ACCURACY)
+        good = [splits for splits, us in times.items() if us <= bound]
+        splits = min(good, key=lambda each: (self.chain_us(row_class, each), each))
+        return times[splits], splits
+
     def tile_times(self, row_class: RowClass) -> dict[str, float]:
         """Return the clocks of a tile by each of its limits."""
         counts, blocks = row_class.counts, row_class.blocks_per_sm
         return {
-            "latency of a tile": row_class.tile_clocks,
+            "latency of a tile": row_class.tile_clocks * self.page_factor(row_class),
             "tensor cores": _MMA_OVERHEAD * blocks * counts.mma * self.speed.mma_clocks,
             "shared memory": blocks * counts.shared_clocks,
         }
@@ -610,11 +629,15 @@ class _Model:
         return row_class.start_us + dram_us + 0.5 * again_mb * 1e3 / self.speed.l2_gbps
 
     def merge_us(self, splits: int) -> float:
-        """Return what the merge adds, launched as a dependent: latency, rounds of loads beyond the first, traffic."""
+        """Return what the merge adds: latency, rounds of loads beyond the first, waves of its blocks, traffic."""
         if splits == 1:
             return 0.0
-        rounds = _ceil(splits, 8 * combine.split_warps(splits, self.batch * self.rows))
-        return 2.8 + 0.7 * (rounds - 1) + self.partial_mb(splits) * 1e3 / (0.7 * self.speed.dram_gbps)
+        rows = self.batch * self.rows
+        warps = combine.split_warps(splits, rows)
+        rounds = _ceil(splits, 8 * warps)
+        waves = rows * combine.grid(rows, splits)[1] / (_MERGE_BLOCKS_PER_SM * self.num_sms) if warps > 1 else 1.0
+        latency = _MERGE_US + _MERGE_ROUND_US * (rounds - 1) + _MERGE_WAVE_US * max(0.0, waves - 1)
+        return latency + self.partial_mb(splits) * 1e3 / (_MERGE_BANDWIDTH * self.speed.l2_gbps)
 
     def call_us(self, row_class: RowClass, splits: int) -> float:
         return (
@@ -644,6 +667,7 @@ class _Model:
                 "tiles_per_block": _ceil(self.tiles, splits),
                 "start_us": row_class.start_us,
                 "tile_clocks": row_class.tile_clocks,
+                "small_pages": self.page_factor(row_class),
                 **{f"{name}_per_tile": count for name, count in asdict(row_class.counts).items()},
                 "kv_mb": self.batch * self.kv_len * row_bytes(self.kv_dtype) / 1e6,
                 "partial_mb": 0.0 if splits == 1 else self.partial_mb(splits),

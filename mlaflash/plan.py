@@ -147,6 +147,7 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
     """
     check_fp8(capacity.kv_dtype, device)
     if tiles is None:
+        # The model alone: what a tuned table has over it are splits and waves of a grid, which a plan does without.
         choice = cost.choose(
             max(capacity.rows, 1),
             max(capacity.max_batch, 1),
@@ -462,7 +463,7 @@ class VerifyPlan:
             self._ids_array = self._pieces["page_ids"]
             self._is_updated = False
             self._uniform: tuple[int, int] | None = None  # requests and query tokens of each, without qo_indptr
-            self._known = Recent()
+            self._known: Recent[Reusable] = Recent()
             self._plan_params = new_params(**self._work_fields())
             self._plan = backend.load(plan_launch(self.work), self._plan_params, None)
             # Loaded here, so that nothing is left to do for the first run, which may be captured.
@@ -705,17 +706,13 @@ class VerifyPlan:
         backend = self._backend
         first = q[0] if isinstance(q, tuple | list) and q else q
         with backend.scope():
-            if not self._is_updated:
-                raise InvalidArgumentError("run() has nothing to do yet; call update() first.")
             self._check_rows(first)
             stream = backend.stream(stream, first)
             makes_out, makes_lse, export = out is None, lse is None, None
             if makes_out or makes_lse:
                 new_out, new_lse, export = backend.results(q, (*first.shape[:-1], DL), self.capacity.out_dtype, stream)
                 out, lse = (new_out if makes_out else out), (new_lse if makes_lse else lse)
-            scale_value, scale_array = (kv_scale, None) if is_number(kv_scale) else (1.0, kv_scale)
-            if scale_array is None and (kv_scale is None or scale_value != 1):
-                kv_scale_view(backend.view, kv_scale, self.capacity.kv_dtype)
+            scale, scale_array = self._scale(kv_scale)
             given = {
                 "q": q,
                 "kv_cache": kv_cache,
@@ -729,18 +726,33 @@ class VerifyPlan:
             if known is None:
                 known = self._bind(q, kv_cache, new_kv, kv_scale, out, lse)
                 self._known.put(signature.key, known)
-            known.point(signature.addresses, {"page_ids": self._page_ids})
-            if self.capacity.kv_dtype == "float8_e4m3":
-                known.params["kv_scale_value"] = scale_value
-            touched: Mapping[str, Any] = self._touched(given) if backend.keeps_track else {}
-            for launch in known.launches:
-                launch(stream, touched)
+            self._enqueue(known, signature.addresses, given, scale, stream)
             if export is not None:
                 out, lse = (export(out) if makes_out else out), (export(lse) if makes_lse else lse)
         return out, lse
 
+    def _scale(self, kv_scale: Any) -> tuple[float, Any]:
+        """Return the number that the cache is scaled by, 1 where an array holds it, and that array."""
+        value, array = (kv_scale, None) if is_number(kv_scale) else (1.0, kv_scale)
+        if array is None and (kv_scale is None or value != 1):
+            kv_scale_view(self._backend.view, kv_scale, self.capacity.kv_dtype)
+        return value, array
+
+    def _enqueue(
+        self, known: Reusable, addresses: Mapping[str, Any], given: Mapping[str, Any], scale: float, stream: Any
+    ) -> None:
+        """Launch what is ready for arrays like these, at the addresses of these."""
+        known.point(addresses, {"page_ids": self._page_ids})
+        if self.capacity.kv_dtype == "float8_e4m3":
+            known.params["kv_scale_value"] = scale
+        touched: Mapping[str, Any] = self._touched(given) if self._backend.keeps_track else {}
+        for launch in known.launches:
+            launch(stream, touched)
+
     def _check_rows(self, q: Any) -> None:
         """Refuse a q that has fewer query tokens than the last update planned, where the host knows their number."""
+        if not self._is_updated:
+            raise InvalidArgumentError("run() has nothing to do yet; call update() first.")
         shape = getattr(q, "shape", None)
         if shape is None:
             self._backend.view("q", q)  # says what it is

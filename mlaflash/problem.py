@@ -18,6 +18,7 @@ from mlaflash.params import DL, DR, DS_MLA_BYTES, DS_MLA_ROPE, DTYPE_CODES, FP8_
 View = Callable[[str, Any], ArrayView]
 
 _IDS = ("int32", "int64")
+_Q_SHAPES = (3, 4), "(T, H, 576) or (B, S, H, 576)"
 _E4M3 = "float8_e4m3fn"
 _BYTES = ("uint8", "void8")  # the second is how NumPy spells the 8-bit floats of others in an array interface
 _MAX_LISTS = 65_535  # blocks along the last axes of a grid
@@ -239,7 +240,7 @@ class Problem:
         UnsupportedError
             Widths other than 512 + 64, or element types that no kernel takes.
         """
-        q_rows, kv_rows, kv_name = _q_and_kv(view, q, (3, 4), "(T, H, 576) or (B, S, H, 576)", kv_cache, kv_dtype)
+        q_rows, kv_rows, kv_name = _q_and_kv(view, q, *_Q_SHAPES, kv_cache, kv_dtype)
         scale, scale_value = kv_scale_view(view, kv_scale, kv_name)
         lens = vector(view, "kv_lens", kv_lens, ("int32",))
         batch = lens.shape[0]
@@ -515,6 +516,36 @@ def positive(name: str, value: Any) -> float:
     if number <= 0:
         raise InvalidArgumentError(f"{name} is {number}; it must be greater than 0.")
     return number
+
+
+def query_rows(view: View, q: Any) -> Rows:
+    """Check q, and give it one axis of tokens.
+
+    Parameters
+    ----------
+    view : callable
+        As in `Problem.from_arrays`.
+    q : array, shape (T, H, 576) or (B, S, H, 576), or pair
+
+    Returns
+    -------
+    Rows, shape (T, H)
+
+    Raises
+    ------
+    ShapeError
+        Rank, shape, strides, dtype or device; or (B, S) are no run of tokens in memory.
+    """
+    rows = _rows(view, "q", q, *_Q_SHAPES)
+    _check_dtype("q", rows)
+    if len(rows.shape) == 2:
+        return rows
+    shape = (math.prod(rows.shape[:2]), rows.shape[2])
+    latent, rope = (
+        array._replace(shape=(*shape, array.shape[-1]), strides=one_token_axis(array).strides[1:])
+        for array in (rows.latent, rows.rope)
+    )
+    return replace(rows, latent=latent, rope=rope, shape=shape)
 
 
 def _rows(view: View, name: str, array: Any, ranks: tuple[int, ...], shapes: str) -> Rows:

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ import numpy.typing as npt
 from mlaflash.interop import fingerprint
 from mlaflash.params import PARAMS_DTYPE
 from mlaflash.schedule import Workspace
+
+T = TypeVar("T")
 
 CAPACITY: Final = 256
 """Calls that a thread remembers, and layouts that a plan does."""
@@ -184,13 +186,13 @@ class Signature:
         self.key = tuple(key)
 
 
-class Recent:
+class Recent(Generic[T]):
     """What was made ready for the `CAPACITY` keys that were used last."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[Hashable, Reusable] = OrderedDict()
+        self._found: OrderedDict[Hashable, T] = OrderedDict()
 
-    def get(self, key: Hashable) -> Reusable | None:
+    def get(self, key: Hashable) -> T | None:
         """Return what was put for a key; None where there is nothing, or no more.
 
         Parameters
@@ -202,15 +204,15 @@ class Recent:
             self._found.move_to_end(key)
         return found
 
-    def put(self, key: Hashable, reusable: Reusable) -> None:
+    def put(self, key: Hashable, found: T) -> None:
         """Keep something for a key.
 
         Parameters
         ----------
         key : hashable
-        reusable : Reusable
+        found : Reusable, or another
         """
-        self._found[key] = reusable
+        self._found[key] = found
         if len(self._found) > CAPACITY:
             self._found.popitem(last=False)
 
@@ -219,7 +221,7 @@ class _Memory(threading.local):
     """Of one thread: its calls share the memory of their arguments."""
 
     def __init__(self) -> None:
-        self.calls = Recent()
+        self.calls: Recent[Reusable] = Recent()
 
 
 _memory = _Memory()

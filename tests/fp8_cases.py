@@ -53,9 +53,7 @@ def judge(result: tuple[Any, Any], arguments: dict[str, Any], case: Case) -> Non
     call = oracle.mla_sparse if "indices" in arguments else oracle.mla_verify
     expected = call(**{name: value for name, value in arguments.items() if name != "out_dtype"})
     out_dtype = result[0].dtype.name
-    limits = tolerance("float16", out_dtype) if out_dtype == "float32" else tolerance(case.dtype, out_dtype)
-    if out_dtype != "float32":
-        limits = replace(limits, norm=1.25 * limits.norm)  # parts of 16 bits are one rounding more
+    limits = tolerance("float16" if out_dtype == "float32" else case.dtype, out_dtype, partials=True)
     found = compare(*result, *expected, limits)
     assert found.passed, f"{case.name}: {found.reason}; {found.worst_index} {found.worst_actual} {found.worst_expected}"
 

@@ -140,11 +140,7 @@ def plan_arguments(case: Case, **extra: Any) -> dict[str, Any]:
 
 def judge(result: tuple[Any, Any], expected: tuple[Any, Any], dtype: str) -> Comparison:
     """Hold a result in NumPy against the oracle's; `dtype` is q's."""
-    limits = tolerance(dtype, result[0].dtype.name)
-    if result[0].dtype.itemsize == 2:
-        # Partial results of 16 bits are one rounding more: sqrt(3) * 0.42 units of the norm in place of sqrt(2) * 0.42.
-        limits = replace(limits, norm=1.25 * limits.norm)
-    return compare(*result, *expected, limits)
+    return compare(*result, *expected, tolerance(dtype, result[0].dtype.name, partials=True))
 
 
 def expect(result: tuple[Any, Any], arguments: dict[str, Any]) -> None:

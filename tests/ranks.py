@@ -43,6 +43,7 @@ class Problem:
             sm_scale=SCALE,
             page_size=1,
             dtype="bfloat16",
+            kv_dtype=self.plan.get("kv_dtype"),
         )
         return build(case, self.seed)
 
@@ -55,11 +56,13 @@ class Problem:
         rng = np.random.default_rng([self.seed, rank])
         bounds, ids = whole["kv_indptr"], whole["kv_indices"]
         width = max(1, *(-(-kv_len // self.page_size) for kv_len in self.kv_lens))
-        cache = np.full((len(self.kv_lens) * width + 1, self.page_size, 576), np.nan, whole["kv_cache"].dtype)
+        pool = whole["kv_cache"].reshape(-1, whole["kv_cache"].shape[-1])
+        nan = np.nan if pool.itemsize > 1 else 0xFF
+        cache = np.full((len(self.kv_lens) * width + 1, self.page_size, pool.shape[1]), nan, pool.dtype)
         table = np.full((len(self.kv_lens), width), NAN_ID, np.int32)
         free = rng.permutation(len(cache)).astype(np.int32).tolist()
         for b, kv_len in enumerate(self.kv_lens):
-            rows = whole["kv_cache"].reshape(-1, 576)[ids[bounds[b] : bounds[b] + kv_len]]
+            rows = pool[ids[bounds[b] : bounds[b] + kv_len]]
             rows = rows[tokens_of(self.sharding, rank, b, kv_len)]
             for page in range(-(-len(rows) // self.page_size)):
                 table[b, page] = free.pop()
@@ -67,6 +70,11 @@ class Problem:
                 cache[table[b, page], : len(piece)] = piece
         heads = slice(rank * self.heads, (rank + 1) * self.heads)
         return {"q": whole["q"][:, heads], "kv_cache": cache, "block_table": table}
+
+    def scale(self, rank: int) -> Any:
+        """Give the scale of one rank's cache: a number for even ranks, an array for odd ones."""
+        scale = self.whole().get("kv_scale", 1.0)
+        return np.array([scale], np.float32) if rank % 2 and scale != 1 else scale
 
     def arguments(self) -> dict[str, Any]:
         """Give those of the plan."""
@@ -118,7 +126,7 @@ def solve(rank: int, memory: emulator.SharedMemory, problems: list[Problem]) -> 
         )
         local = problem.local(rank)
         plan.update(**problem.update(), block_table=local["block_table"], validate=True)
-        results.append(plan.run(local["q"], local["kv_cache"]))
+        results.append(plan.run(local["q"], local["kv_cache"], kv_scale=problem.scale(rank)))
     return results
 
 
@@ -142,6 +150,8 @@ TWO = {
     "float32 partials in base 2": Problem(
         Interleaved(2, 2), **RAGGED, plan={"partial_dtype": "float32", "out_dtype": "float32", "lse_base": "2"}
     ),
+    "8 bits with a scale": Problem(Interleaved(2, 4), **RAGGED, page_size=4, plan={"kv_dtype": "float8_e4m3"}),
+    "8 bits with scales in the rows": Problem(Interleaved(2), **RAGGED, mask="tree", plan={"kv_dtype": "fp8_ds_mla"}),
 }
 THREE = {
     "interleaved chain": Problem(Interleaved(3, 2), **RAGGED, heads=1),

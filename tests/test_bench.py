@@ -48,18 +48,28 @@ class EmulatorRunner:
     def __init__(self, us: float = 20.0, spoil: float = 0.0, error: str = "") -> None:
         self.device = H200
         self._us, self._spoil, self._error = us, spoil, error
+        self._results: dict[Step, Any] = {}
+        self.loaded: list[tuple[int, ...]] = []
+        self.timed: list[tuple[tuple[int, ...], int]] = []
 
     def build(self, launches: Iterable[Launch], progress: Any) -> None:
         assert all(launch.kernel for launch in launches)
 
-    def measure(self, workload: Workload, step: Step, samples: int) -> Measured:
+    def load(self, workload: Workload) -> dict[str, Any]:
+        self.loaded.append(workload.kv_lens)
+        return workload.host_arguments()
+
+    def measure(self, loaded: dict[str, Any], step: Step, samples: int) -> Measured:
+        self.timed.append((step.kv_lens, samples))
         if self._error:
             raise LaunchError(self._error)
         schedule = plan_step(step, self.device)
-        arguments = workload.host_arguments()
-        out, lse = emulator.mla_verify(**arguments, kernel=step.kernel, tiles=schedule.config)
+        if step not in self._results:
+            self._results[step] = emulator.mla_verify(**loaded, kernel=step.kernel, tiles=schedule.config)
+        out, lse = self._results[step]
         heads = step.shape.num_heads
-        timing = Timing(tuple(self._us + i for i in range(samples)))
+        before = sum(taken for lens, taken in self.timed[:-1] if lens == step.kv_lens)
+        timing = Timing(tuple(self._us + before + i for i in range(samples)))
         out = (out.astype(np.float32) + self._spoil).reshape(-1, heads, 512)
         return Measured(schedule, timing, timing, 12.0, out, lse.reshape(-1, heads))
 
@@ -75,9 +85,11 @@ def bench(runner: Any, steps: list[Step]) -> list[BenchRecord]:
         SMALL,
         replace(SMALL, mask="causal", new_kv=True, soft_cap=True),
         replace(SMALL, mask="none", split_kv=True, page_size=1, dtype="float16"),
+        replace(SMALL, kv_dtype="float8_e4m3", split_kv=True),
+        replace(SMALL, kv_dtype="fp8_ds_mla", new_kv=True),
         replace(SMALL, kv_len=PERIOD + 5, batch=1, q_len=1, num_heads=2, page_size=64),
     ],
-    ids=["tree", "new-kv", "split-kv", "longer-than-the-block"],
+    ids=["tree", "new-kv", "split-kv", "e4m3", "ds-mla", "longer-than-the-block"],
 )
 def test_the_reference_of_a_few_rows_is_the_oracle(shape: VerifyShape) -> None:
     lens = (shape.kv_len,) if shape.batch == 1 else (shape.kv_len, shape.kv_len - 3)
@@ -124,6 +136,42 @@ def test_a_record_has_every_figure() -> None:
     assert (record.gpu, record.seed, record.samples, record.command) == ("H200", 0, 3, "repeat (40, 40)")
     assert {"cupy", "driver", "nvrtc", "sources"} <= record.versions.keys()
     assert record.problem["kv_lens"] == [40]
+
+
+def test_samples_of_a_step_lie_apart_and_its_cache_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches beyond what may stay on the GPU are made again in every pass."""
+    first, second = Step(SMALL, (40, 40)), Step(SMALL, (8, 20))
+    runner = EmulatorRunner()
+    made = lab.Bench(runner, CEILINGS, seed=0, samples=7, budget=None, command=str)
+    assert [record.samples for record in made.run([first, second])] == [7, 7]
+    assert runner.timed == [(step.kv_lens, n) for n in (2, 2, 1, 1, 1) for step in (first, second)]
+    assert runner.loaded == [first.kv_lens, second.kv_lens]
+    monkeypatch.setattr(lab, "_KEPT_BYTES", Workload(SMALL, (40, 40), 0).cache_bytes)
+    runner = EmulatorRunner()
+    assert len(bench(runner, [first, second])) == 2
+    assert runner.loaded == [first.kv_lens, *[second.kv_lens] * 3]
+
+
+def test_passes_end_with_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first passes gave is recorded."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(lab.time, "monotonic", lambda: next(clock))
+    made = lab.Bench(EmulatorRunner(), CEILINGS, seed=0, samples=5, budget=None, command=str)
+    records = list(made.run([Step(SMALL, (40, 40)), Step(SMALL, (8, 20))], seconds=3.5))
+    assert [(record.status, record.samples) for record in records] == [("ok", 2), ("ok", 1)]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3", "fp8_ds_mla"])
+def test_caches_of_8_bits_are_timed_and_predicted(kv_dtype: str) -> None:
+    (record,) = bench(EmulatorRunner(), [Step(replace(SMALL, kv_dtype=kv_dtype), (40, 40))])
+    assert (record.status, record.reason) == ("ok", "")
+    assert record.predicted_us == pytest.approx(choose(12, 2, 40, H200, kv_dtype=kv_dtype).predicted_us)
+    assert record.problem["kv_dtype"] == kv_dtype
+    arguments = ("bench", "--predict", "rtx-5090", "--suite", "verify", "--kv-dtype", kv_dtype, "--json")
+    records = json.loads(run(*arguments).stdout)["records"]
+    program, *again = records[1]["command"].split()
+    assert json.loads(run(*again, "--json").stdout)["records"][0]["predicted_us"] == records[1]["predicted_us"]
+    assert program == "mlaflash"
 
 
 def test_a_wrong_result_is_told() -> None:
@@ -282,6 +330,21 @@ def test_figures_are_written(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "PREDICTED" in path.read_text()
     assert run("bench", "--predict", "rtx-5090", "--plot", str(tmp_path / "bench.nothing")).exit_code == 2
+
+
+def test_the_table_of_the_readme_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import readme
+
+    assert "<!-- bench-table -->" in readme.README.read_text()
+    (record,) = bench(EmulatorRunner(), [Step(SMALL, (40, 40))])
+    record = dataclasses.replace(record, kernel="mma_narrow", num_splits=3)
+    head, _, _, _, row, end = readme.table([record]).split("\n")
+    assert "4,000 GB/s" in head
+    assert row.startswith("| 2, 3, 4, 40 | mma_narrow x 3 | 21.0 (20.2 to 21.8) | 21.0 |")
+    assert end == ""
+    with pytest.raises(SystemExit, match="not measured"):
+        readme.table([dataclasses.replace(record, status="predicted")])
 
 
 def test_plotting_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_clearing_removes_what_it_can_and_says_what_it_cannot(cache):
     assert [path.name for path in cache.path.iterdir()] == [f"{first}.cubin"]
 
 
-def test_storing_again_replaces(cache):
+def test_g4_storing_again_replaces(cache):
     cache.put(KEY, PAYLOAD, {})
     cache.put(KEY, b"new", {"registers": 1})
     assert cache.get(KEY) == (b"new", {"registers": 1})

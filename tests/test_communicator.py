@@ -134,6 +134,48 @@ def test_a_rank_that_dies_is_an_error_for_all_others(dead: int, address: tuple[s
             ranks[rank].close()
 
 
+def test_ranks_hear_of_each_other_after_rank_0_left(address: tuple[str, int]) -> None:
+    ranks = start(4, address)
+    ranks[0].close()
+    ranks[3].close()
+    time.sleep(0.2)
+    assert not any(rank._comm.aborted.is_set() for rank in ranks)
+    die(ranks[2])
+    wait_for(ranks[1]._comm.aborted.is_set)
+    with pytest.raises(CommunicationError, match="rank 0 said that one is gone"):
+        ranks[1].check()
+    ranks[0].close()
+
+
+def test_the_process_of_rank_0_may_end_once_it_left(address: tuple[str, int]) -> None:
+    ranks = start(3, address)
+    ranks[0].close()
+    die(ranks[0])
+    time.sleep(0.2)
+    for rank in ranks[1:]:
+        rank.close()
+    assert not any(rank._comm.aborted.is_set() for rank in ranks)
+
+
+def test_a_rank_that_gives_up_ends_it_for_all(address: tuple[str, int]) -> None:
+    ranks = start(2, address)
+    ranks[1].abort("run() raised")
+    with pytest.raises(CommunicationError, match=r"rank 1 of 2 cannot go on: run\(\) raised"):
+        ranks[1].all_to_all(BUFFER, BUFFER, STREAM)
+    wait_for(ranks[0]._comm.aborted.is_set)
+
+
+def test_what_a_collective_refuses_is_our_error(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise FakeError("invalid argument")
+
+    ranks = start(2, address)
+    monkeypatch.setattr(FakeComm, "send", refuse)
+    with pytest.raises(CommunicationError, match="NCCL failed: invalid argument"):
+        ranks[0].all_to_all(BUFFER, BUFFER, STREAM)
+    wait_for(ranks[1]._comm.aborted.is_set)
+
+
 def test_a_collective_in_which_the_host_waits_ends_when_a_rank_dies(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def verify(arguments: dict[str, Any], **extra: Any) -> tuple[np.ndarray, np.ndar
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_alone_in_a_batch_and_as_a_decode_call(dtype: str) -> None:
+def test_b8_a_row_is_the_same_alone_in_a_batch_and_as_a_decode_call(dtype: str) -> None:
     arguments = build(replace(BATCH, dtype=dtype), 1)
     out, lse = verify(arguments)
     for index, q_len in enumerate(BATCH.q_lens):

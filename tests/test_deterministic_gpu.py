@@ -36,7 +36,7 @@ def verify(arguments: dict[str, Any], **extra: Any) -> tuple[np.ndarray, np.ndar
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [8, 20])
-def test_a_row_is_the_same_alone_in_a_batch_and_as_a_decode_call(dtype: str, heads: int) -> None:
+def test_b8_a_row_is_the_same_alone_in_a_batch_and_as_a_decode_call(dtype: str, heads: int) -> None:
     arguments = build(replace(LONG, dtype=dtype, heads=heads), 1)
     out, lse = verify(arguments)
     result = compare(out, lse, *oracle.mla_verify(**arguments), tolerance(dtype, dtype))

@@ -13,10 +13,10 @@ from ranks import RAGGED, SCALE, THREE, TWO, Problem, solve, tokens_of
 
 from mlaflash import TreeMask, emulator, mask_pack
 from mlaflash.device import Device
-from mlaflash.distributed import Contiguous, Interleaved, ShardedPlan, merging, shard_lens
+from mlaflash.distributed import Contiguous, Interleaved, ShardedPlan, merging, shard_lens, transposing
 from mlaflash.distributed.plan import Lanes
 from mlaflash.emulator import SharedMemory, correct_partial, merge_partials, run_kernel, shard_mask
-from mlaflash.errors import CommunicationError, InvalidArgumentError, ShapeError, UnsupportedError
+from mlaflash.errors import CommunicationError, InvalidArgumentError, LaunchError, ShapeError, UnsupportedError
 from mlaflash.jit import compile_kernel
 from mlaflash.lab.ranks import run_ranks
 from mlaflash.mma_tiles import NARROW
@@ -195,29 +195,35 @@ def test_a_strided_result_is_written_where_it_lies() -> None:
     assert (memory[..., 512:] == 7).all()
 
 
-def test_layout_is_that_of_the_kernel(tmp_path: Path) -> None:
-    names = merging.MERGE_PARAMS_DTYPE.names
-    places = [f"u32x2{{__builtin_offsetof(MergeParams, {name}), sizeof(p.{name})}}" for name in names]
-    places.append("u32x2{sizeof(MergeParams), alignof(MergeParams)}")
-    stores = "".join(f"  st_global_u32x2((u8*)p.out + {8 * i}, {place});\n" for i, place in enumerate(places))
+PARAMS = {"MergeParams": merging.MERGE_PARAMS_DTYPE, "TransposeParams": transposing.TRANSPOSE_PARAMS_DTYPE}
+
+
+@pytest.mark.parametrize("struct", PARAMS)
+def test_layout_is_that_of_the_kernel(struct: str, tmp_path: Path) -> None:
+    dtype = PARAMS[struct]
+    places = [f"u32x2{{__builtin_offsetof({struct}, {name}), sizeof(p.{name})}}" for name in dtype.names]
+    places.append(f"u32x2{{sizeof({struct}), alignof({struct})}}")
+    target = dtype.names[2]  # of either, an address to write to
+    stores = "".join(f"  st_global_u32x2((u8*)p.{target} + {8 * i}, {place});\n" for i, place in enumerate(places))
     kernel = tmp_path / "layout.cu"
     kernel.write_text(
-        '#include "merge_params.cuh"\n#include "ptx.cuh"\n'
-        f"KERNEL_WITH(MergeParams, mlaflash_layout, 32, 1) {{\n  if (thread_idx()) return;\n{stores}}}\n"
+        '#include "merge_params.cuh"\n#include "ptx.cuh"\n#include "transpose_params.cuh"\n'
+        f"KERNEL_WITH({struct}, mlaflash_layout, 32, 1) {{\n  if (thread_idx()) return;\n{stores}}}\n"
     )
-    out = np.zeros((len(names) + 1, 2), np.uint32)
-    params = np.zeros(1, merging.MERGE_PARAMS_DTYPE)
-    params["out"] = out.ctypes.data
-    run_kernel(kernel, {}, (1,), 32, 0, params, {"out": out})
-    for i, name in enumerate(names):
-        dtype, offset = merging.MERGE_PARAMS_DTYPE.fields[name][:2]
-        assert (name, *out[i].tolist()) == (name, offset, dtype.itemsize)
-    assert out[-1].tolist() == [merging.MERGE_PARAMS_DTYPE.itemsize, merging.MERGE_PARAMS_DTYPE.alignment]
+    out = np.zeros((len(places), 2), np.uint32)
+    params = np.zeros(1, dtype)
+    params[target] = out.ctypes.data
+    run_kernel(kernel, {}, (1,), 32, 0, params, {target: out})
+    for name, place in zip(dtype.names, out.tolist(), strict=False):
+        field, offset = dtype.fields[name][:2]
+        assert (name, *place) == (name, offset, field.itemsize)
+    assert out[-1].tolist() == [dtype.itemsize, dtype.alignment]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 def test_every_form_compiles_without_spills(arch: str) -> None:
-    for launch in (*merging.every_launch(), *mask_pack.every_launch(is_sharded=True)):
+    masks = mask_pack.every_launch(is_sharded=True)
+    for launch in (*merging.every_launch(), *masks, transposing.transpose_launch()):
         compiled = compile_kernel(launch.kernel, launch.defines, arch)
         assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0), compiled.log
         assert compiled.static_shared_bytes + launch.shared_bytes <= Device.for_arch(arch).shared_per_block
@@ -282,14 +288,18 @@ def test_groups_of_heads_are_gathered_and_merged_beside_the_attention_of_others(
     made.update(**problem.update(), block_table=local["block_table"])
     steps = trace.steps
     monkeypatch.setattr(made, "_lanes", trace)
-    for target, name in ((made.communicator, "all_gather"), (made.communicator, "all_to_all"), (made.local, "run")):
+    for target, name in (
+        (made.communicator, "all_gather"),
+        (made.communicator, "all_to_all"),
+        (made.local, "_enqueue"),
+    ):
         real = getattr(target, name)
         monkeypatch.setattr(target, name, lambda *a, n=name, f=real, **k: (steps.append(n), f(*a, **k))[1])
     made.run(local["q"], local["kv_cache"])
     assert steps == [
         *("fork", "all_gather", "mark 0", "all_gather", "mark 1"),
-        *("wait 0", "run", "follow", "all_to_all"),
-        *("wait 1", "run", "follow", "all_to_all"),
+        *("wait 0", "_enqueue", "follow", "all_to_all"),
+        *("wait 1", "_enqueue", "follow", "all_to_all"),
         *("mark 2", "wait 2"),
     ]
 
@@ -312,6 +322,9 @@ def test_a_plan_runs_again_with_other_results_and_other_numbers_of_tokens() -> N
     made.update(**problem.update() | {"qo_indptr": None, "q_len": 1}, block_table=local["block_table"])
     out, _ = made.run(local["q"][3:], local["kv_cache"])
     assert out.tobytes() == expected[0][3:].tobytes()
+    with pytest.raises(ShapeError, match="planned 1 requests of 1 query tokens"):
+        made.run(local["q"][:0], local["kv_cache"])
+    made.update(**problem.update(), block_table=local["block_table"])
     out, lse = made.run(local["q"][:0], local["kv_cache"])
     assert (out.shape, lse.shape) == ((0, 2, 512), (0, 2))
 
@@ -324,12 +337,82 @@ def test_a_step_that_does_not_fit_its_plan_is_refused() -> None:
     with pytest.raises(ShapeError, match="kv_lens has 2 requests"):
         made.update(kv_lens=np.ones(2, np.int32), block_table=local["block_table"])
     made.update(**step, block_table=local["block_table"])
-    with pytest.raises(ShapeError, match=r"it must be bfloat16 \(T, 2, 576\)"):
+    with pytest.raises(ShapeError, match="it must be bfloat16 with 2, the heads of this rank"):
         made.run(local["q"][:, :1], local["kv_cache"])
     with pytest.raises(ShapeError, match="made for 4 at most"):
         made.run(np.concatenate([local["q"]] * 2), local["kv_cache"])
     with pytest.raises(ShapeError, match="out is"):
         made.run(local["q"], local["kv_cache"], out=np.zeros((4, 2, 512), np.float32))
+    shifted = np.zeros((4, 2, 584), local["q"].dtype)[..., 4:580]
+    with pytest.raises(ShapeError, match="must start on 16 bytes"):
+        made.run(shifted, local["kv_cache"])
+    frozen = np.zeros((4, 2), np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(ShapeError, match="lse is read-only"):
+        made.run(local["q"], local["kv_cache"], lse=frozen)
+    with pytest.raises(ShapeError, match="kv_cache has shape"):
+        made.run(local["q"], local["kv_cache"][..., :512])
+    with pytest.raises(InvalidArgumentError, match="call update"):
+        plan().run(local["q"], local["kv_cache"])
+    made.run(local["q"], local["kv_cache"])  # nothing was begun: others did not wait in vain
+
+
+def test_q_and_results_may_lie_in_any_way_that_a_plan_takes() -> None:
+    problem = Problem(Interleaved(1), (3, 3), (30, 17))
+    communicator = SharedMemory(1, CAPACITY).communicator(0)
+    made = emulator.ShardedPlan(communicator, problem.sharding, **problem.arguments(), head_groups=2, tiles=NARROW)
+    local, step = problem.local(0), problem.update() | {"qo_indptr": None}
+    made.update(**step, block_table=local["block_table"])
+    q, cache = local["q"], local["kv_cache"]
+    expected = made.run(q, cache)
+    padded = np.zeros((2, 6, 640), q.dtype)  # head by head
+    padded[..., 32:608] = q.transpose(1, 0, 2)
+    views = padded[..., 32:608].transpose(1, 0, 2)
+    by_request = (2, 3, 2)
+    for given, shape in (
+        (views, (6, 2)),
+        ((np.ascontiguousarray(q[..., :512]), views[..., 512:]), (6, 2)),
+        (q.reshape(*by_request, 576), by_request),
+        ((views[..., :512].reshape(*by_request, 512), q[..., 512:].reshape(*by_request, 64)), by_request),
+    ):
+        for result, first in zip(made.run(given, cache), expected, strict=True):
+            assert result.shape[: len(shape)] == shape
+            assert result.tobytes() == first.tobytes()
+    out = np.zeros((2, 6, 512), expected[0].dtype).transpose(1, 0, 2).reshape(*by_request, 512)
+    assert made.run(q.reshape(*by_request, 576), cache, out=out)[0] is out
+    assert out.tobytes() == expected[0].tobytes()
+    with pytest.raises(ShapeError, match="one run of tokens"):
+        made.run(q.reshape(*by_request, 576), cache, out=np.zeros((3, 2, 2, 512), q.dtype).transpose(1, 0, 2, 3))
+
+
+def test_arrays_like_those_before_are_only_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(Interleaved(1), (4,), (30,))
+    made, local = plan(), problem.local(0)
+    made.update(**problem.update(), block_table=local["block_table"])
+    expected = made.run(local["q"], local["kv_cache"])
+    monkeypatch.delattr(ShardedPlan, "_bind")
+    monkeypatch.delattr(type(made.local).__mro__[1], "_bind")
+    elsewhere = {name: np.copy(local[name]) for name in ("q", "kv_cache")}
+    for array in local["q"], local["kv_cache"]:
+        array[...] = np.nan
+    for again, first in zip(made.run(**elsewhere), expected, strict=True):
+        assert again.tobytes() == first.tobytes()
+
+
+def test_an_error_in_the_middle_of_a_step_ends_it_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(Interleaved(1), (4,), (30,))
+    made, local = plan(), problem.local(0)
+    made.update(**problem.update(), block_table=local["block_table"])
+
+    def refuse(*_: Any) -> None:
+        raise LaunchError("refused")
+
+    monkeypatch.setattr(made.local, "_enqueue", refuse)
+    with pytest.raises(LaunchError, match="refused"):
+        made.run(local["q"], local["kv_cache"])
+    monkeypatch.undo()
+    with pytest.raises(CommunicationError, match="rank 0"):
+        made.run(local["q"], local["kv_cache"])
 
 
 def leave_in_the_middle(rank: int, memory: SharedMemory) -> str:

@@ -24,7 +24,7 @@ from mlaflash.distributed import (
     shard_lens,
     shard_mask,
 )
-from mlaflash.errors import CommunicationError
+from mlaflash.errors import CommunicationError, LaunchError
 from mlaflash.lab.ranks import free_address, run_ranks
 from mlaflash.mma_tiles import NARROW
 
@@ -71,10 +71,12 @@ def solve_one(communicator: NcclCommunicator, problem: Problem) -> list[tuple[An
         plan = ShardedPlan(communicator, sharding, **problem.arguments(), tiles=NARROW)
         local = {name: cupy.asarray(array) for name, array in problem.local(communicator.rank).items()}
         step = {name: to_gpu(value) for name, value in problem.update().items()}
+        scale = problem.scale(communicator.rank)
+        scale = scale if isinstance(scale, float) else cupy.asarray(scale)
 
         def update_and_run(**results: Any) -> tuple[Any, Any]:
             plan.update(**step, block_table=local["block_table"])
-            return plan.run(local["q"], local["kv_cache"], **results)
+            return plan.run(local["q"], local["kv_cache"], kv_scale=scale, **results)
 
         out, lse = update_and_run()
         communicator.synchronize(stream)
@@ -132,6 +134,49 @@ def test_one_rank_over_nccl(name: str) -> None:
     expect(ALONE[name], run_ranks(solve, 1, 1, free_address(), [ALONE[name]], timeout=120)[0])
 
 
+def run_every_layout(rank: int, address: tuple[str, int]) -> list[bool]:
+    """Run one step on q and results in several layouts, at once and in a graph; say whether all give the same bits."""
+    import cupy
+
+    problem = Problem(Interleaved(1), (3, 3), (60, 17), heads=4)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    same = []
+    with start(rank, 1, address) as communicator, stream:
+        plan = ShardedPlan(communicator, problem.sharding, **problem.arguments(), head_groups=2)
+        local = {name: cupy.asarray(array) for name, array in problem.local(0).items()}
+        kv_lens = cupy.asarray(problem.update()["kv_lens"])
+        plan.update(kv_lens=kv_lens, block_table=local["block_table"])
+        q, cache = local["q"], local["kv_cache"]
+        expected = [array.tobytes() for array in plan.run(q, cache)]
+        padded = cupy.zeros((4, 6, 640), "uint16")
+        padded[..., 32:608] = q.view("uint16").transpose(1, 0, 2)
+        views = padded.view(q.dtype)[..., 32:608].transpose(1, 0, 2)
+        by_request = q.reshape(2, 3, 4, 576)
+        for given in (
+            views,
+            (q[..., :512], views[..., 512:]),
+            by_request,
+            (by_request[..., :512], by_request[..., 512:]),
+        ):
+            out, lse = plan.run(given, cache)
+            stream.begin_capture()
+            plan.run(given, cache, out=out, lse=lse)
+            graph = stream.end_capture()
+            for is_replay in (False, True):
+                if is_replay:
+                    out.view("uint16").fill(0)
+                    graph.launch(stream)
+                same.append([array.tobytes() for array in (out, lse)] == expected)
+            del graph
+    return same
+
+
+@needs_nccl
+def test_q_may_lie_in_any_way_that_a_plan_takes() -> None:
+    (same,) = run_ranks(run_every_layout, 1, free_address(), timeout=120)
+    assert same == [True] * 8
+
+
 @pytest.fixture(scope="module")
 def of_two() -> dict[str, list[Any]]:
     problems = TWO | LARGE
@@ -146,8 +191,12 @@ def test_two_ranks_equal_one(name: str, of_two: dict[str, list[Any]]) -> None:
     expect((TWO | LARGE)[name], of_two[name])
 
 
+def refuse(*_: Any) -> None:
+    raise LaunchError("refused")
+
+
 def lose_a_rank(rank: int, address: tuple[str, int], how: str) -> tuple[str, float]:
-    """Do steps in a graph until rank 1 dies, or stops coming; say what rank 0 is told, and after how many seconds."""
+    """Do steps in a graph until rank 1 dies, raises or stops coming; say what rank 0 is told, and after how long."""
     import cupy
 
     communicator = start(rank, 2, address)
@@ -167,13 +216,18 @@ def lose_a_rank(rank: int, address: tuple[str, int], how: str) -> tuple[str, flo
         if rank == 1:
             if how == "dies":
                 os._exit(7)
-            time.sleep(6)
+            if how == "raises":
+                plan.local._enqueue = refuse  # behind the gather
+                with pytest.raises(LaunchError):
+                    plan.run(local["q"], local["kv_cache"], out=out, lse=lse)
+            else:
+                time.sleep(6)
         begin = time.monotonic()
         said = "nothing"
         try:
             if rank == 0:
                 graph.launch(stream)  # waits for rank 1 on the GPU
-                communicator.synchronize(stream, timeout=20 if how == "dies" else 2)
+                communicator.synchronize(stream, timeout=2 if how == "hangs" else 20)
             communicator.check()
         except CommunicationError as error:
             said = str(error)
@@ -188,6 +242,15 @@ def test_a_rank_that_dies_is_an_error_for_the_other() -> None:
     (said, seconds), _ = run_ranks(lose_a_rank, 2, free_address(), "dies", timeout=90, required=[0])
     assert "rank 0 of 2 cannot go on: rank 1 is gone" in said
     assert seconds < 15
+
+
+@needs_nccl
+@needs_two
+def test_a_rank_that_raises_in_the_middle_of_a_step_is_an_error_for_both() -> None:
+    (said, seconds), (told, _) = run_ranks(lose_a_rank, 2, free_address(), "raises", timeout=90)
+    assert "rank 1 said that one is gone" in said
+    assert seconds < 15
+    assert "run() raised LaunchError in the middle of a step: refused" in told
 
 
 @needs_nccl

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+TESTS = Path(__file__).parent
+README = (TESTS.parent / "README.md").read_text()
 
 
 def test_the_example_without_a_gpu_runs_and_is_right() -> None:
@@ -45,3 +46,20 @@ def test_links_lead_somewhere() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", README)
     assert targets
     assert [target for target in targets if not (Path(__file__).parents[1] / target).exists()] == []
+
+
+def test_every_case_from_the_field_is_where_the_table_says() -> None:
+    table = {
+        found[1]: set(re.findall(r"`(\w+\.py)`", found[2]))
+        for found in re.finditer(r"^\| ([A-H]\d+) \|.*\| ([^|]*) \|$", (TESTS / "README.md").read_text(), re.MULTILINE)
+    }
+    assert all(table.values())
+    there: dict[str, set[str]] = {}
+    for path in TESTS.glob("*.py"):
+        text = path.read_text()
+        names = re.findall(r"def test_((?:[a-h]\d+_)+)", text) + re.findall(r'name=f?"([a-h]\d+)-', text)
+        names += re.findall(r'"""((?:[A-H]\d+(?:, )?)+): ', text)
+        for name in names:
+            for case in re.findall(r"[a-h]\d+", name.lower()):
+                there.setdefault(case.upper(), set()).add(path.name)
+    assert table == there

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from mlaflash.errors import InvalidArgumentError, UnsupportedError
 from mlaflash.scaling import NVLINK, PCIE5, Link, predict_replicated, predict_sharded
 
 SM_120 = Device.for_arch("sm_120")
+H200 = Device.for_card("h200")
 SHAPE = VerifyShape(num_heads=64, q_len=8, kv_len=262_144, page_size=64)
 ROOT = Path(__file__).parents[1]
 
@@ -42,6 +44,15 @@ def test_long_contexts_scale_and_short_ones_do_not() -> None:
     assert times[1] < 0.62 * times[0]
     short = replace(SHAPE, kv_len=1024)
     assert predict_sharded(short, 8, PCIE5, SM_120).total_us > predict_sharded(short, 1, PCIE5, SM_120).total_us
+
+
+def test_a_cache_of_8_bits_is_read_faster_and_exchanged_alike() -> None:
+    halved = replace(SHAPE, kv_dtype="float8_e4m3", q_len=1, num_heads=16, batch=32)
+    whole = replace(halved, kv_dtype=None)
+    for predict in (partial(predict_sharded, link=NVLINK), predict_replicated):
+        few, many = (predict(shape, num_ranks=2, device=H200) for shape in (halved, whole))
+        assert few.attention_us < many.attention_us
+        assert (few.gather_us, few.exchange_us) == (many.gather_us, many.exchange_us)
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:

@@ -64,6 +64,26 @@ def test_queries_of_two_pieces() -> None:
     assert_right(seam, call, "causal")
 
 
+@pytest.mark.parametrize("split_q", [False, True])
+def test_a_pool_of_8_bits_has_a_scale_and_new_tokens_have_none(split_q: bool) -> None:
+    dense, mask = trees(PARENTS)
+    call = step(PREFIXES, 8, tree=dense, fp8_scale=0.5)
+    q = call["q_extend"]
+    pieces = {"q_extend": (q[..., :512].copy(), q[..., 512:].copy())} if split_q else {}
+    seam = seam_of(backend(topk=4))
+    assert seam.verify(**call | pieces)
+    assert_right(seam, call, mask)
+    assert seam.runtime.plans[0].capacity.kv_dtype == "float8_e4m3"
+    right = call["o_extend"].astype(np.float32)
+    # Another layer of the step, whose scale is its own.
+    other = call | {"k_scale": 0.25, "v_scale": 0.25, "k_buffer": call["k_buffer"].copy()}
+    other["v_buffer"] = other["k_buffer"][..., :512]
+    assert seam.verify(**other | pieces)
+    assert_right(seam, other, mask)
+    assert len(seam.runtime.plans) == 1
+    assert np.abs(other["o_extend"].astype(np.float32) - right).max() > 0.1
+
+
 def test_layers_share_an_update_and_steps_do_not() -> None:
     owner = backend()
     seam = seam_of(owner)
@@ -342,21 +362,19 @@ def test_the_command_compares_sources(
 
 
 def test_the_command_shows_what_the_backend_gave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right = Outcome("chain", 1, 4096, 8, 8, True, 0.004, 0.006, 0.0157, 20.0, 800.0)
+    right = Outcome("chain", "bfloat16", 1, 4096, 8, 8, True, 0.004, 0.002, 0.006, 0.003, "", 5.0, 20.0, 800.0)
     outcomes = [right]
     monkeypatch.setattr(signatures, "installed", lambda package: ("0.5.23", tmp_path))
     monkeypatch.setattr(signatures, "read", lambda record, root: record)
-    monkeypatch.setattr("mlaflash.device.Device.current", lambda: SimpleNamespace(name="a GPU"))
+    monkeypatch.setattr("mlaflash.device.Device.current", lambda: SimpleNamespace(name="a GPU", arch="sm_90"))
     monkeypatch.setattr("mlaflash.commands.sglang_check.load_engine", lambda: None)
-    monkeypatch.setattr("mlaflash.commands.sglang_check.check_engine", lambda engine, progress: outcomes)
+    monkeypatch.setattr("mlaflash.commands.sglang_check.check_engine", lambda engine, **_: outcomes)
     result = CliRunner().invoke(main, ["sglang-check"], env={"COLUMNS": "150"})
     assert result.exit_code == 0
     assert "40.0x" in result.stdout
     for change, words in (
         ({"served": False}, "left to SGLang"),
-        ({"oracle_error": 0.1}, "1.00e-01 from the oracle"),
-        ({"oracle_error": float("nan")}, "nan from the oracle"),
-        ({"oracle_error": None, "sglang_error": 0.1}, "from SGLang's kernel"),
+        ({"wrong": "from the oracle: planted"}, "from the oracle: planted"),
     ):
         outcomes[0] = replace(right, **change)
         result = CliRunner().invoke(main, ["sglang-check", "--json"])

@@ -216,6 +216,15 @@ def test_tuning_finds_the_fastest_and_leaves_the_hopeless_alone() -> None:
     assert entry is not None
     assert (entry.rows, entry.batch, entry.kv_len, entry.us, entry.model_us) == (12, 2, 600, 15.0, 20.0)
     assert lab.regrets([found]) == (found.regret, found.regret)
+    assert found.is_worth_an_entry
+
+
+def test_where_the_model_is_right_but_for_noise_a_table_needs_no_entry() -> None:
+    (found,) = tune(Clock({("mma_narrow", 16): 20.0, ("mma_wide", 32): 19.7}))
+    assert found.regret == pytest.approx(20 / 19.7 - 1)
+    assert not found.is_worth_an_entry
+    new = [replace(ENTRY, batch=4)]
+    assert lab.merged([ENTRY, replace(ENTRY, batch=2)], new, {ENTRY.key}) == [replace(ENTRY, batch=2), *new]
 
 
 def test_what_is_wrong_or_fails_is_never_the_best() -> None:
@@ -243,7 +252,7 @@ def test_every_candidate_fits_and_is_tried_once() -> None:
 
 def test_a_suite_is_tuned_into_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlaflash.commands.tune.make_runner", lambda budget: Clock({("mma_wide", 32): 15.0}))
-    monkeypatch.setattr("mlaflash.commands.tune.suite", lambda name: [SMALL])
+    monkeypatch.setattr("mlaflash.commands.bench.suite", lambda name: [SMALL])
     path = tmp_path / "table.json"
     arguments = ("sweep", "--suite", "verify", "--save-best", str(path))
     result = run(*arguments)
@@ -270,6 +279,7 @@ def test_a_suite_is_tuned_into_a_table(tmp_path: Path, monkeypatch: pytest.Monke
         ("--predict", "rtx-5090"),
         ("--time-limit", "3"),
         ("--suite", "verify", "--predict", "rtx-5090"),
+        ("--suite", "verify", "--predict", "rtx-5090", "--save-best", "x.json", "--kv-dtype", "float8_e4m3"),
         ("--device", "emulator", "--budget", "sm_120"),
         ("--device", "emulator", "--save-best", "x.json"),
     ],

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from sglang_cases import EmulatorRuntime
 
-from mlaflash import merge_states, oracle
+from mlaflash import UnsupportedError, kv, merge_states, oracle
 from mlaflash.integrations import signatures, vllm
 from mlaflash.lab.compare import compare, tolerance
 
@@ -45,19 +45,24 @@ def backend(record: signatures.Record, monkeypatch: pytest.MonkeyPatch) -> Itera
     exec(
         f"class TritonMLAImpl:\n"
         f"  def __init__(self, {', '.join(init)}):\n"
-        f"    self.scale, self.num_heads = float(scale), num_heads\n"
+        f"    self.scale, self.num_heads, self.kv_cache_dtype = float(scale), num_heads, kv_cache_dtype\n"
         f"  def forward_mqa(self, {', '.join(forward)}):\n"
         f"    return 'out of vLLM', 'lse of vLLM'\n"
         f"class TritonMLABackend:\n"
+        f"  supported_kv_cache_dtypes = ['auto', 'fp8']\n"
         f"  @staticmethod\n"
         f"  def get_name(): return 'TRITON_MLA'\n",
         space,
     )
-    modules = {name: ModuleType(name) for name in ("vllm", "vllm.envs")}
+    modules = {name: ModuleType(name) for name in ("vllm", "vllm.envs", "vllm.forward_context")}
     parts = MODULE.split(".")
     modules |= {".".join(parts[:i]): ModuleType(".".join(parts[:i])) for i in range(2, len(parts) + 1)}
     modules["vllm"].envs = modules["vllm.envs"]
     modules["vllm.envs"].VLLM_BATCH_INVARIANT = False
+    context = modules["vllm.forward_context"]
+    context.current = object()
+    context.get_forward_context = lambda: context.current
+    context.is_forward_context_available = lambda: True
     modules[MODULE].TritonMLABackend = space["TritonMLABackend"]
     modules[MODULE].TritonMLAImpl = space["TritonMLAImpl"]
     for name, module in modules.items():
@@ -72,9 +77,9 @@ def backend(record: signatures.Record, monkeypatch: pytest.MonkeyPatch) -> Itera
     sys.modules.pop(name, None)
 
 
-def impl_of(backend: Any, *, dcp_world_size: int = 1) -> Any:
+def impl_of(backend: Any, *, dcp_world_size: int = 1, kv_cache_dtype: str = "auto") -> Any:
     class_ = backend.MlaFlashBackend.get_impl_cls()
-    impl = class_(4, 576, SCALE, 1, None, None, "auto", None, "decoder", None, kv_lora_rank=512)
+    impl = class_(4, 576, SCALE, 1, None, None, kv_cache_dtype, None, "decoder", None, kv_lora_rank=512)
     impl.dcp_world_size = dcp_world_size
     impl._vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=6), model_config=SimpleNamespace(max_model_len=512)
@@ -109,11 +114,12 @@ def expected(call: dict[str, Any], mask: str) -> Any:
         kv_lens=decode.seq_lens,
         block_table=decode.block_table,
         mask=mask,
+        kv_scale=float(call["layer"]._k_scale),
     )
 
 
 def assert_right(found: Any, call: dict[str, Any], mask: str) -> None:
-    result = compare(*found, *expected(call, mask), tolerance("bfloat16", "bfloat16"))
+    result = compare(*found, *expected(call, mask), tolerance("bfloat16", "bfloat16", partials=True))
     assert result.passed, result.reason
     assert found[1].dtype == np.float32
 
@@ -156,6 +162,35 @@ def test_b2_b4_shards_of_a_context_merge_to_the_whole(backend: Any) -> None:
     merged = merge_states(*(part.astype(np.float32) for part in parts))
     result = compare(*merged, *whole, tolerance("bfloat16", "bfloat16"))
     assert result.passed, result.reason
+
+
+def test_caches_of_8_bits(backend: Any) -> None:
+    call = step([130, 5, 300, 17], 5)
+    rows = call["kv_c_and_k_pe_cache"].astype(np.float32)
+    fp8 = call | {
+        "kv_c_and_k_pe_cache": (rows / 0.5).astype(ml_dtypes.float8_e4m3fn),
+        "layer": SimpleNamespace(_k_scale=np.full((), 0.5, np.float32)),
+    }
+    assert_right(impl_of(backend, kv_cache_dtype="fp8").forward_mqa(**fp8), fp8, "causal")
+    packed = call | {"kv_c_and_k_pe_cache": kv.quantize_ds_mla(rows)}
+    impl = impl_of(backend, kv_cache_dtype="fp8_ds_mla")
+    assert_right(impl.forward_mqa(**packed), packed, "causal")
+    assert [plan.capacity.kv_dtype for plan in backend.server().runtime.plans] == ["float8_e4m3", "fp8_ds_mla"]
+    assert backend.MlaFlashBackend.supported_kv_cache_dtypes == ["auto", "fp8", "fp8_ds_mla"]
+    # vLLM's kernel would read bytes as rows.
+    with pytest.raises(UnsupportedError, match="reads no cache of fp8_ds_mla"):
+        impl.forward_mqa(**packed | {"q": packed["q"][:7]})
+
+
+def test_a_drafter_that_keeps_its_metadata_is_planned_anew(backend: Any) -> None:
+    """Lengths grow in place, and the next pass goes through another layer."""
+    call = step([60, 61], 1)
+    impl = impl_of(backend)
+    assert_right(impl.forward_mqa(**call), call, "none")
+    call["attn_metadata"].decode.seq_lens[:] = [20, 33]
+    other = call | {"kv_c_and_k_pe_cache": call["kv_c_and_k_pe_cache"][::-1].copy()}
+    sys.modules["vllm.forward_context"].current = object()
+    assert_right(impl.forward_mqa(**other), other, "none")
 
 
 def test_layers_of_a_step_share_its_plan(backend: Any) -> None:

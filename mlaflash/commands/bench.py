@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import click
 from click.core import ParameterSource
 
 from mlaflash.commands import render
+from mlaflash.commands.bench_ranks import show_ranks
 from mlaflash.commands.options import (
     DTYPES,
     FAILED,
+    KV_DTYPES,
     SHAPE_NAMES,
     as_options,
     axis_options,
@@ -72,6 +75,7 @@ _COMPARED = (Column("A us"), Column("B us"), Column("B / A"))
 @click.option("--suite", "suites", type=click.Choice(tuple(SUITES)), multiple=True, help="Problems (repeatable), or:")
 @shape_options
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Element type.")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="What the cache holds. By default --dtype.")
 @click.option("--out-dtype", type=click.Choice(DTYPES), help="Element type of out. By default --dtype.")
 @click.option("--kernel", type=click.Choice(tuple(SPACES)), help="By default that which a call chooses.")
 @axis_options(several=False)
@@ -79,6 +83,13 @@ _COMPARED = (Column("A us"), Column("B us"), Column("B / A"))
 @click.option("--samples", type=click.IntRange(min=1), default=50, show_default=True, help="Timings of a step.")
 @click.option("--measure-ceilings", is_flag=True, help="Measure the ceilings anew, whatever is known of this card.")
 @click.option("--predict", "card", type=click.Choice(tuple(CARDS)), help="Predict for a card; needs no GPU.")
+@click.option("--ranks", type=click.IntRange(min=1), help="One step on as many GPUs, its tokens spread over them.")
+@click.option(
+    "--head-groups",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="With --ranks: parts of the heads, each exchanged beside the attention of others (repeatable; default 1).",
+)
 @click.option(
     "--compare",
     "files",
@@ -92,12 +103,15 @@ _COMPARED = (Column("A us"), Column("B us"), Column("B / A"))
 def bench(
     suites: tuple[str, ...],
     dtype: str,
+    kv_dtype: str | None,
     out_dtype: str | None,
     kernel: str | None,
     seed: int,
     samples: int,
     measure_ceilings: bool,
     card: str | None,
+    ranks: int | None,
+    head_groups: tuple[int, ...],
     files: tuple[Path, Path] | None,
     as_json: bool,
     as_csv: bool,
@@ -111,7 +125,14 @@ def bench(
     included; bytes (each KV row counted once) and operations a second, and their shares of the measured ceilings of
     streaming reads and of mma.sync; what the cost model says; a CUDA graph's time, and the time for which a repeated
     call keeps the host. A few rows are held against float64 first. Exit status 1 where one is wrong.
+
+    With --ranks: one layer on several GPUs, --heads and --kv-len those of all together, against one GPU.
     """
+    if ranks is not None:
+        show_ranks(ranks, head_groups, arguments, dtype=dtype, out_dtype=out_dtype, card=card, as_json=as_json)
+        return
+    if head_groups:
+        raise InvalidArgumentError("--head-groups is given without --ranks. Say on how many GPUs.")
     if as_json and as_csv:
         raise InvalidArgumentError("--json and --csv are given; stdout holds one of them. Leave one out.")
     if files is not None:
@@ -119,7 +140,7 @@ def bench(
             raise InvalidArgumentError("--compare takes neither --predict nor --plot nor --csv. Leave them out.")
         _compare(*files, as_json)
         return
-    steps = _steps(suites, arguments, dtype, out_dtype)
+    steps = _steps(suites, arguments, dtype, kv_dtype, out_dtype)
     limits = {"budget": budget} if budget is not None else {}
     if card is not None:
         device = Device.for_card(card)
@@ -173,6 +194,7 @@ def repeat(step: Step, where: Mapping[str, Any]) -> str:
         "mask": shape.mask,
         "dtype": shape.dtype,
     }
+    values |= {"kv_dtype": shape.kv_dtype} if shape.kv_dtype else {}
     values |= {"out_dtype": shape.out_dtype} if shape.out_dtype else {}
     values |= {"kernel": step.kernel} if step.kernel else {}
     values |= step.config.as_dict() if step.config else {}
@@ -199,9 +221,11 @@ def make_runner(budget: str | None) -> Runner:
         raise NoDeviceError(f"{error} Without a GPU there is --predict, and bench --compare.") from error
 
 
-def _steps(suites: Sequence[str], arguments: Mapping[str, Any], dtype: str, out_dtype: str | None) -> list[Step]:
+def _steps(
+    suites: Sequence[str], arguments: Mapping[str, Any], dtype: str, kv_dtype: str | None, out_dtype: str | None
+) -> list[Step]:
     if not suites:
-        return [Step(*given_shape(arguments, dtype, None, out_dtype))]
+        return [Step(*given_shape(arguments, dtype, kv_dtype, out_dtype))]
     context = click.get_current_context()
     for param in context.command.params:
         is_idle = param.name in {*SHAPE_NAMES, "dtype", "out_dtype"} - {"budget"}
@@ -209,7 +233,20 @@ def _steps(suites: Sequence[str], arguments: Mapping[str, Any], dtype: str, out_
             raise InvalidArgumentError(
                 f"{param.opts[0]} is given with --suite, whose problems are fixed. Leave one of both out."
             )
-    return [Step(shape, shape.check_lens(None)) for name in suites for shape in suite(name)]
+    return suite_steps(suites, kv_dtype)
+
+
+def suite_steps(suites: Sequence[str], kv_dtype: str | None) -> list[Step]:
+    """Return the steps of suites.
+
+    Parameters
+    ----------
+    suites : sequence of str
+    kv_dtype : str or None
+        What their caches hold, where it is not what they say.
+    """
+    shapes = [shape if kv_dtype is None else replace(shape, kv_dtype=kv_dtype) for n in suites for shape in suite(n)]
+    return [Step(shape, shape.check_lens(None)) for shape in shapes]
 
 
 def _with_kernel(steps: Sequence[Step], kernel: str | None, axes: Mapping[str, int], device: Device) -> list[Step]:

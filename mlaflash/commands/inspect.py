@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mlaflash.commands import render
-from mlaflash.commands.options import DTYPES, FAILED, axis_options, given_axes, json_option
+from mlaflash.commands.options import DTYPES, FAILED, KV_DTYPES, axis_options, given_axes, json_option
 from mlaflash.commands.render import Column
 from mlaflash.device import Device, occupancy_blocks
 from mlaflash.errors import InvalidArgumentError
@@ -52,6 +52,7 @@ _COLUMNS = (
     help="Kernel (repeatable), shown in detail. By default a line for each that reads KV, and for combine.",
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Element type.")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="What the cache holds. By default --dtype.")
 @click.option(
     "--tiles",
     type=click.Choice(("shipped", "all")),
@@ -62,7 +63,13 @@ _COLUMNS = (
 @axis_options(several=False)
 @json_option("one JSON array")
 def inspect(
-    archs: tuple[str, ...], kernels: tuple[str, ...], dtype: str, tiles: str, as_json: bool, **arguments: Any
+    archs: tuple[str, ...],
+    kernels: tuple[str, ...],
+    dtype: str,
+    kv_dtype: str | None,
+    tiles: str,
+    as_json: bool,
+    **arguments: Any,
 ) -> None:
     """Look into compiled kernels; needs no GPU.
 
@@ -77,7 +84,7 @@ def inspect(
             "--nsplit is given, a run-time number: no compiled form depends on it. Leave it out."
         )
     check_axes(names, list(axes))
-    wanted = list(_wanted(archs, names, dtype, tiles == "all" or bool(axes), axes))
+    wanted = list(_wanted(archs, names, (dtype, kv_dtype or dtype), tiles == "all" or bool(axes), axes))
     if not wanted:
         raise InvalidArgumentError("no form that fits the architecture has these constants. See mlaflash sweep --help.")
     notes: list[str] = []
@@ -106,10 +113,12 @@ def inspect(
 
 
 def _wanted(
-    archs: tuple[str, ...], kernels: tuple[str, ...], dtype: str, every_tile: bool, axes: Mapping[str, int]
+    archs: tuple[str, ...], kernels: tuple[str, ...], dtypes: tuple[str, str], every_tile: bool, axes: Mapping[str, int]
 ) -> Iterator[Variant]:
     for device in map(device_or_default, archs or (None,)):
-        for variant in variants(device.arch, (dtype,), kernels, out_dtypes=(dtype,), every_tile=every_tile)[0]:
+        for variant in variants(
+            device.arch, dtypes[:1], kernels, out_dtypes=dtypes[:1], kv_dtypes=dtypes[1:], every_tile=every_tile
+        )[0]:
             if is_plain(variant.config) and all(variant.config.get(name) == value for name, value in axes.items()):
                 yield variant
 

@@ -123,7 +123,7 @@ def sweep(
     """
     if suites:
         _refuse_given(_OF_ONE_PROBLEM, "with --suite, whose problems and candidates are fixed")
-        tune_suites(suites, seed, samples, budget, save_best, card, time_limit, as_json)
+        tune_suites(suites, kv_dtype, seed, samples, budget, save_best, card, time_limit, as_json)
         return
     _refuse_given(("card", "time_limit"), "without --suite")
     if resume and out is None:
@@ -211,8 +211,10 @@ def _refuse_given(names: Sequence[str], why: str) -> None:
 def _save_best(path: Path, ranked: Sequence[Record], case: Case, target: Target, as_json: bool) -> None:
     """Keep the fastest tensor-core candidate of one problem."""
     tried = [record for record in ranked if record.kernel in MMA_KERNELS]
-    if not tried or case.dtype == "float32":
-        raise InvalidArgumentError("--save-best is given and no tensor-core kernel is ok; tables hold these alone.")
+    if not tried or case.dtype == "float32" or case.kv_dtype is not None:
+        raise InvalidArgumentError(
+            "--save-best is given and no tensor-core kernel is ok on a 16-bit cache; tables hold these alone."
+        )
     best = tried[0]
     config = SPACES[best.kernel].config(**{name: value for name, value in best.config.items() if name != "nsplit"})
     us = best.median_us or 0.0

@@ -6,21 +6,19 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlaflash import tuned
 from mlaflash.commands import render
-from mlaflash.commands.bench import make_runner
+from mlaflash.commands.bench import make_runner, suite_steps
 from mlaflash.commands.options import FAILED
 from mlaflash.commands.render import Column
 from mlaflash.device import Device, apply_budget
 from mlaflash.errors import InvalidArgumentError
 from mlaflash.lab import tune as lab
 from mlaflash.lab.environment import revision, versions
-from mlaflash.lab.runner import Step
-from mlaflash.lab.suites import suite
 from mlaflash.lab.tune import Candidate, Tuned
 
 _COLUMNS = (
@@ -39,6 +37,7 @@ _COLUMNS = (
 
 def tune_suites(
     suites: Sequence[str],
+    kv_dtype: str | None,
     seed: int,
     samples: int,
     budget: str | None,
@@ -52,6 +51,8 @@ def tune_suites(
     Parameters
     ----------
     suites : sequence of str
+    kv_dtype : str or None
+        What the caches hold; None is what the suites say.
     seed, samples : int
     budget : str or None
     save_best : Path or None
@@ -61,7 +62,11 @@ def tune_suites(
         Seconds.
     as_json : bool
     """
-    steps = [Step(shape, shape.check_lens(None)) for name in suites for shape in suite(name)]
+    steps = suite_steps(suites, kv_dtype)
+    if save_best is not None and any(step.shape.kv_dtype for step in steps):
+        raise InvalidArgumentError(
+            f"--save-best is {save_best} and --kv-dtype {kv_dtype}; tables are of 16-bit caches. Leave one out."
+        )
     say = render.note if as_json else render.line
     if card is not None:
         if save_best is None:
@@ -81,8 +86,10 @@ def tune_suites(
     if not as_json:
         _show(found, len(steps))
     if save_best is not None:
-        entries = [entry for each in found if (entry := each.entry()) is not None]
-        save_table(save_best, runner.device, entries, is_predicted=False, say=say)
+        measured = [(each, entry) for each in found if (entry := each.entry()) is not None]
+        entries = [entry for each, entry in measured if each.is_worth_an_entry]
+        settled = {entry.key for _, entry in measured}
+        save_table(save_best, runner.device, entries, is_predicted=False, say=say, settled=settled)
     failed = [(each, tried) for each in found for tried in each.candidates if tried.median_us is None]
     for each, tried in failed:
         say(f"FAIL {_choice(tried)} on {each.step.problem}: {tried.reason}")
@@ -97,6 +104,7 @@ def save_table(
     *,
     is_predicted: bool,
     say: Callable[[str], None],
+    settled: Collection[tuned.Key] = (),
 ) -> None:
     """Write entries to a table, beside those that it has of other classes of problems.
 
@@ -109,6 +117,8 @@ def save_table(
     is_predicted : bool
     say : callable
         Told what was done.
+    settled : collection of Key
+        Classes that were measured: the entries that the table has of them go.
 
     Raises
     ------
@@ -126,7 +136,7 @@ def save_table(
                 f"{', predicted' if old.is_predicted else ''}; this one is of another. Name another file."
             )
         kept = old.entries
-    table = tuned.Table.of(device, lab.merged(kept, entries), is_predicted=is_predicted, origin=origin)
+    table = tuned.Table.of(device, lab.merged(kept, entries, settled), is_predicted=is_predicted, origin=origin)
     try:
         path.write_text(table.to_json(), encoding="utf-8")
     except OSError as error:

@@ -42,6 +42,9 @@ class Communicator(Protocol):
     def all_to_all(self, send: Any, receive: Any, stream: Any) -> None:
         """Give each rank its row of `send` (N, bytes); row r of `receive` is what rank r has for this one."""
 
+    def abort(self, reason: str) -> None:
+        """Give up: no rank waits for another any more, and each later call raises."""
+
 
 class NcclCommunicator:
     """Ranks that exchange arrays by NCCL, and learn of it when one of them dies.
@@ -50,6 +53,7 @@ class NcclCommunicator:
     and stay connected: if a process ends without `close`, or raises in the ``with`` block, the others stop waiting for
     it at once. Collectives that are in flight then end, in graphs too, what they were to write is undefined, and every
     later call raises. A rank that lives and does not come is noticed by `synchronize`, and where the host itself waits.
+    They hear of each other through the process of rank 0, also after its `close`, for as long as it runs.
 
     Parameters
     ----------
@@ -147,11 +151,14 @@ class NcclCommunicator:
         CommunicationError
             A rank is gone, or NCCL fails.
         """
-        size = buffer.shape[1]
-        with self._waiting():
-            self._comm.allGather(
-                buffer.data.ptr + self.rank * size, buffer.data.ptr, size, self._nccl.NCCL_UINT8, stream.ptr
-            )
+        size, ptr = buffer.shape[1], buffer.data.ptr
+        self._begin()
+        try:
+            self._comm.allGather(ptr + self.rank * size, ptr, size, self._nccl.NCCL_UINT8, stream.ptr)
+        except self._nccl.NcclError as error:
+            self._raise(error)
+        finally:
+            self._waits_since = None
 
     def all_to_all(self, send: Any, receive: Any, stream: Any) -> None:
         """Give each rank its row of `send`, and fill row r of `receive` with what rank r has for this one.
@@ -167,28 +174,32 @@ class NcclCommunicator:
         CommunicationError
             A rank is gone, or NCCL fails.
         """
-        size, kind = send.shape[1], self._nccl.NCCL_UINT8
-        with self._waiting():
-            self._nccl.groupStart()
+        nccl, comm, handle = self._nccl, self._comm, stream.ptr
+        size, kind = send.shape[1], nccl.NCCL_UINT8
+        source, target = send.data.ptr, receive.data.ptr
+        self._begin()
+        try:
+            nccl.groupStart()
             try:
                 for peer in range(self.num_ranks):
-                    self._comm.send(send.data.ptr + peer * size, size, kind, peer, stream.ptr)
-                    self._comm.recv(receive.data.ptr + peer * size, size, kind, peer, stream.ptr)
+                    comm.send(source + peer * size, size, kind, peer, handle)
+                    comm.recv(target + peer * size, size, kind, peer, handle)
             finally:
-                self._nccl.groupEnd()
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Any:
-        """Call NCCL, which may make the host wait for other ranks."""
-        self.check()
-        self._waits_since = time.monotonic()
-        try:
-            yield
-        except self._nccl.NcclError as error:
-            self._fail(f"NCCL failed: {error}")
-            self.check()
+                nccl.groupEnd()
+        except nccl.NcclError as error:
+            self._raise(error)
         finally:
             self._waits_since = None
+
+    def _begin(self) -> None:
+        """Call NCCL from here on, which may make the host wait for other ranks."""
+        if self._failure:
+            self.check()
+        self._waits_since = time.monotonic()
+
+    def _raise(self, error: RuntimeError) -> None:
+        self._fail(f"NCCL failed: {error}")
+        self.check()
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -205,6 +216,16 @@ class NcclCommunicator:
                 f"rank {self.rank} of {self.num_ranks} cannot go on: {self._failure}. Results of the steps in flight "
                 "are undefined. Start all ranks again, with a new communicator."
             )
+
+    def abort(self, reason: str) -> None:
+        """Give up: no rank waits for another any more, and each later call raises.
+
+        Parameters
+        ----------
+        reason : str
+            What this rank's later errors say.
+        """
+        self._fail(reason)
 
     def synchronize(self, stream: Any = None, timeout: float | None = None) -> None:
         """Wait for a stream, but not for ever.
@@ -239,7 +260,9 @@ class NcclCommunicator:
         with selectors.DefaultSelector() as selector:
             for peer, connection in self._peers.items():
                 selector.register(connection, selectors.EVENT_READ, peer)
-            while not self._failure and not self._is_closed:
+            leaving = set()
+            # Rank 0, through which the others hear of each other, stays for them after its own close.
+            while not self._failure and not (self._is_closed and (self.rank or not selector.get_map())):
                 ready = selector.select(_POLL_S)
                 if not ready:
                     time.sleep(_POLL_S)  # a selector without connections does not wait
@@ -249,13 +272,20 @@ class NcclCommunicator:
                     except OSError:
                         said = b""
                     if said == _BYE:
-                        selector.unregister(key.fileobj)
-                    elif not self._is_closed:
+                        leaving.add(key.data)
+                        continue
+                    selector.unregister(key.fileobj)
+                    if not said and key.data in leaving:
+                        continue
+                    if self._is_closed:
+                        self._say(_FAILED)
+                    else:
                         self._fail(f"rank {key.data} is gone" if not said else f"rank {key.data} said that one is gone")
                 since = self._waits_since
                 if since is not None and time.monotonic() - since > self.timeout:
                     self._fail(f"NCCL waited for other ranks for {self.timeout:g} s")
-        self._disconnect()
+        for connection in self._peers.values():
+            connection.close()
 
     def _fail(self, reason: str) -> None:
         with self._lock:
@@ -283,22 +313,12 @@ class NcclCommunicator:
         """
         if self._is_closed:
             return
-        if self._failure:
-            self._leave()
-            self.check()
-        self._say(_BYE)
         try:
+            self.check()
+            self._say(_BYE)
             self._bounded(self._comm.destroy, time.monotonic() + self.timeout, "left")
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._is_closed = True
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        for connection in self._peers.values():
-            connection.close()
+            self._is_closed = True
 
     def __enter__(self) -> NcclCommunicator:
         return self
@@ -310,7 +330,7 @@ class NcclCommunicator:
             self.close()
             return
         self._fail("it raised an error")
-        self._leave()
+        self._is_closed = True
 
 
 def _load_nccl() -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -11,27 +11,31 @@ import numpy.typing as npt
 
 from mlaflash import mask_pack
 from mlaflash.checks import choice, integer
-from mlaflash.distributed import merging
+from mlaflash.distributed import merging, transposing
 from mlaflash.distributed.communicator import Communicator
 from mlaflash.distributed.masking import mask_source
+from mlaflash.distributed.transposing import TRANSPOSE_PARAMS_DTYPE
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, as_cupy
 from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
-from mlaflash.params import DL, DR, MASK_CODES, D, numpy_dtype
+from mlaflash.params import DL, MASK_CODES, D, numpy_dtype
 from mlaflash.plan import ALIGNMENT, Launcher, VerifyPlan
-from mlaflash.problem import element_type, vector
+from mlaflash.problem import element_type, one_token_axis, query_rows, vector
+from mlaflash.reuse import Recent, Reusable, Signature
+from mlaflash.schedule import Launch
 from mlaflash.sharding import Sharding, check_rank
 
 _LSE_UNIT = 16  # bytes: rows of out that lie behind an lse start on as many
-_MOST_LAYOUTS = 1024  # of steps that are remembered
+_ROPE_SKIP = DL * 2  # bytes from the latent to the rope columns of a fused row of q
+_LATENT, _ROPE = 0, 1  # words of the argument of `transpose`
+_OUT, _LSE = 2, 3  # of that of `merge`
 
 
 class _Group(NamedTuple):
     """The memory of a group of heads, for a number of query tokens."""
 
     gathered: Any  # [N, bytes] of q
-    mine: Any  # [heads, T, 576] of q: this rank's
     q: Any  # [T, all heads, 576]
     out: Any  # of all heads over this rank's tokens
     lse: Any
@@ -41,14 +45,29 @@ class _Group(NamedTuple):
     lses: Any
 
 
-class _MergeLaunch(NamedTuple):
-    """The merge of a group of heads, for results of some layout."""
+class _Bound(NamedTuple):
+    """A launch between the attention of the ranks, on the caller's arrays wherever they lie."""
 
     launch: Launcher
-    params: npt.NDArray[np.void]
+    words: memoryview[int]  # of its argument, which begins with the addresses
+    arrays: dict[str, Any]  # of the plan, that the kernel touches
+
+
+class _Merge(NamedTuple):
+    """The merge of a group of heads."""
+
+    bound: _Bound
     out_skip: int  # bytes from the first element of the whole result
     lse_skip: int
-    parts: dict[str, Any]
+
+
+class _Step(NamedTuple):
+    """All that a step does to arrays of some layout, made ready. Without query tokens it has no group."""
+
+    groups: tuple[_Group, ...]
+    transpose: _Bound
+    attention: tuple[Reusable, ...]  # of each group
+    merges: tuple[_Merge, ...]
 
 
 class ShardedPlan:
@@ -92,7 +111,7 @@ class ShardedPlan:
         As in `mla_verify`.
     **options
         As in `VerifyPlan`, for the cache of this rank: `page_size`, `block_table`, `max_ids`, `id_dtype`, `copy_ids`,
-        `split_kv`, `logit_cap`, `tiles`, `budget`.
+        `kv_dtype`, `split_kv`, `logit_cap`, `tiles`, `budget`.
 
     Attributes
     ----------
@@ -179,6 +198,7 @@ class ShardedPlan:
             self._backend.load(launch, np.zeros(1, mask_pack.MASK_PARAMS_DTYPE), None)
         merge = merging.merge_launch(self.local.capacity.out_dtype, self._out_dtype)
         self._backend.load(merge, np.zeros(1, merging.MERGE_PARAMS_DTYPE), None)
+        self._backend.load(transposing.transpose_launch(), np.zeros(1, TRANSPOSE_PARAMS_DTYPE), None)
 
     def _may_launch(self, defines: dict[str, int]) -> bool:
         """Whether these are the constants of a mask that `update` may be given."""
@@ -194,6 +214,10 @@ class ShardedPlan:
         return self._merge == "all_gather"
 
     # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _q_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of one rank's q for a group of heads."""
+        return self._heads_of_group * num_tokens * D * numpy_dtype(self.local.capacity.dtype).itemsize
 
     def _block_bytes(self, num_tokens: int) -> int:
         """Return the bytes of what one head gives: rows of out, then their lse."""
@@ -218,26 +242,16 @@ class ShardedPlan:
         self._words = self._piece("words", (tokens, capacity.mask_words), "uint32")
         self._shard_lens = self._piece("shard_lens", (capacity.max_batch,), "int32")
         self._tail_lens = self._piece("tail_lens", (capacity.max_batch,), "int32")
-        self._layouts: dict[int, tuple[_Group, ...]] = {}
-        self._merges: dict[Hashable, tuple[_MergeLaunch, ...]] = {}
+        self._known: Recent[_Step] = Recent()
 
     def _piece(
         self, name: str, shape: tuple[int, ...], dtype: str, skip: int = 0, strides: tuple[int, ...] | None = None
     ) -> Any:
         return self._backend.piece(self._memory, self._offsets[name] + skip, shape, dtype, strides)
 
-    def _groups_of(self, num_tokens: int) -> tuple[_Group, ...]:
-        """View the memory as a step of so many query tokens uses it."""
-        found = self._layouts.get(num_tokens)
-        if found is None:
-            if len(self._layouts) >= _MOST_LAYOUTS:
-                self._layouts.clear()
-            found = self._layouts[num_tokens] = tuple(self._group(i, num_tokens) for i in range(self._groups))
-        return found
-
     def _group(self, index: int, num_tokens: int) -> _Group:
         ranks, heads, rank = self.communicator.num_ranks, self._heads_of_group, self.communicator.rank
-        q_bytes = heads * num_tokens * D * numpy_dtype(self.local.capacity.dtype).itemsize
+        q_bytes = self._q_bytes(num_tokens)
         part_bytes = heads * self._block_bytes(num_tokens)
         q_skip, skip = index * ranks * q_bytes, index * ranks * part_bytes
         q = self._piece("q", (ranks * heads, num_tokens, D), self.local.capacity.dtype, q_skip)
@@ -252,8 +266,6 @@ class ShardedPlan:
             outs, lses = self._states("received", skip, (ranks, heads), num_tokens)
         return _Group(
             gathered=self._piece("q", (ranks, q_bytes), "uint8", q_skip),
-            # Bits are moved: the type of NumPy's own number will do.
-            mine=self._piece("q", (heads, num_tokens, D), "uint16", q_skip + rank * q_bytes),
             q=q.transpose(1, 0, 2),
             out=out,
             lse=lse,
@@ -348,17 +360,21 @@ class ShardedPlan:
             with self._current(stream):
                 self.local.update(**step, **pages, validate=validate, stream=stream)
 
-    def run(self, q: Any, kv_cache: Any, *, out: Any = None, lse: Any = None, stream: Any = None) -> tuple[Any, Any]:
+    def run(
+        self, q: Any, kv_cache: Any, *, kv_scale: Any = 1.0, out: Any = None, lse: Any = None, stream: Any = None
+    ) -> tuple[Any, Any]:
         """Attend the query tokens of the step that `update` planned to the tokens of all ranks.
 
         Parameters
         ----------
-        q : array, shape (T, H, 576), or pair
-            This rank's heads, as in `mla_verify`.
+        q : array, shape (T, H, 576) or (B, S, H, 576), or pair
+            This rank's heads, as in `mla_verify`; rows on 16 bytes.
         kv_cache : array
             This rank's cache, as in `mla_verify`.
-        out : array, shape (T, H, 512), optional
-            Filled in place; with ``merge="all_gather"`` (T, N * H, 512), the heads of rank 0 first. Any strides with a
+        kv_scale : float, or array of one float32
+            Of this rank's cache, as in `VerifyPlan.run`; ranks may have scales of their own.
+        out : array, shape (T, H, 512) or (B, S, H, 512), optional
+            Filled in place; with ``merge="all_gather"`` N * H heads, those of rank 0 first. Any strides with a
             contiguous last axis and rows on 16 bytes. New memory of the library of `q` by default.
         lse : array, shape as `out` without its last axis, float32, optional
         stream : object, optional
@@ -374,111 +390,129 @@ class ShardedPlan:
             As in `VerifyPlan.run`.
         CommunicationError
             Another rank is gone.
+
+        Notes
+        -----
+        Arguments are checked before the step begins. An error behind that aborts the communicator, since the others
+        would wait for what this rank did not send.
         """
-        backend, ranks = self._backend, self.communicator.num_ranks
+        backend = self._backend
         first = q[0] if isinstance(q, tuple | list) and q else q
         with backend.scope():
+            self.local._check_rows(first)
             stream = backend.stream(stream, first)
-            pieces = self._q_pieces(q)
-            num_tokens = pieces[0].shape[0]
-            shape = (num_tokens, self._num_heads * (ranks if self._is_gathered else 1), DL)
             makes_out, makes_lse, export = out is None, lse is None, None
             if makes_out or makes_lse:
+                shape = self._out_shape(first.shape[:-2])
                 new_out, new_lse, export = backend.results(q, shape, self._out_dtype, stream)
                 out, lse = (new_out if makes_out else out), (new_lse if makes_lse else lse)
-            self._check_results(out, lse, shape)
-            if num_tokens:
-                with self._current(stream):
-                    groups = self._groups_of(num_tokens)
-                    self._pack(pieces, groups)
-                    self._exchange(kv_cache, groups, stream)
-                    self._merge_groups(out, lse, groups, stream)
+            scale, scale_array = self.local._scale(kv_scale)
+            given = {"q": q, "kv_cache": kv_cache, "kv_scale": scale_array, "out": out, "lse": lse}
+            signature = Signature(given, (), backend.locate)
+            step = self._known.get(signature.key)
+            if step is None:
+                # Refused here, where this rank has not yet begun what others would wait for.
+                step = self._bind(q, kv_cache, kv_scale, out, lse)
+                self._known.put(signature.key, step)
+            if step.groups:
+                try:
+                    self._enqueue(step, signature.addresses, given, scale, stream)
+                except BaseException as error:
+                    self.communicator.abort(f"run() raised {type(error).__name__} in the middle of a step: {error}")
+                    raise
             if export is not None:
                 out, lse = (export(out) if makes_out else out), (export(lse) if makes_lse else lse)
         return out, lse
 
-    def _q_pieces(self, q: Any) -> list[ArrayView]:
-        """View q: one array, or latent and rope columns."""
-        is_pair = isinstance(q, tuple | list)
-        arrays, widths = (list(q), [DL, DR]) if is_pair else ([q], [D])
-        views = [self._backend.view(f"q[{i}]" if is_pair else "q", array) for i, array in enumerate(arrays)]
-        dtype, rows = self.local.capacity.dtype, views[0].shape[:-1] if views else ()
-        for view, width in zip(views, widths, strict=False):
-            if view.dtype != dtype or view.shape != (*rows, width) or len(rows) != 2 or rows[1] != self._num_heads:
-                raise ShapeError(
-                    f"{view.name} is {view.dtype} {view.shape}; it must be {dtype} (T, {self._num_heads}, {width}), "
-                    "the heads of this rank."
-                )
-        if len(views) != len(widths):
-            raise ShapeError(f"q is a pair of {len(views)} arrays; give one of width {D}, or two of {DL} and {DR}.")
-        if rows[0] > self.local.capacity.max_tokens:
-            raise ShapeError(
-                f"q has {rows[0]} query tokens; the plan was made for {self.local.capacity.max_tokens} at most."
-            )
-        return views
+    def _out_shape(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        return (*tokens, self._num_heads * (self.communicator.num_ranks if self._is_gathered else 1), DL)
 
-    def _check_results(self, out: Any, lse: Any, shape: tuple[int, ...]) -> None:
-        """Refuse what another rank would wait for in vain: nothing of a step has begun yet."""
-        for name, array, wanted, dtype in (("out", out, shape, self._out_dtype), ("lse", lse, shape[:-1], "float32")):
-            view = self._backend.view(name, array)
-            if view.shape != wanted or view.dtype != dtype:
-                raise ShapeError(f"{name} is {view.dtype} {view.shape}; it must be {dtype} {wanted}.")
-
-    def _pack(self, pieces: list[ArrayView], groups: tuple[_Group, ...]) -> None:
-        """Lay this rank's heads of q where they are gathered: head by head, which is the layout of all heads then."""
-        heads, column = self._heads_of_group, 0
-        for piece in pieces:
-            source = self._array(piece).view("uint16").transpose(1, 0, 2)
-            for i, group in enumerate(groups):
-                columns = group.mine[..., column : column + piece.shape[-1]]
-                columns[...] = source[i * heads : (i + 1) * heads]
-            column += piece.shape[-1]
-
-    def _exchange(self, kv_cache: Any, groups: tuple[_Group, ...], stream: Any) -> None:
+    def _enqueue(
+        self, step: _Step, addresses: Mapping[str, Any], given: Mapping[str, Any], scale: float, stream: Any
+    ) -> None:
         """Gather q, attend, and exchange the partial results; group by group, communication beside attention."""
-        lanes, communicator = self._lanes, self.communicator
+        backend, lanes, communicator = self._backend, self._lanes, self.communicator
+        tracks = backend.keeps_track
+        q, words = addresses["q"], step.transpose.words
+        words[_LATENT], words[_ROPE] = (q, q + _ROPE_SKIP) if isinstance(q, int) else q
+        step.transpose.launch(stream, step.transpose.arrays | self.local._touched({"q": given["q"]}) if tracks else {})
         communication = lanes.fork(stream)
-        for i, group in enumerate(groups):
+        for i, group in enumerate(step.groups):
             communicator.all_gather(group.gathered, communication)
             lanes.mark(i)
-        for i, group in enumerate(groups):
+        cache = {name: address for name, address in addresses.items() if name.startswith("kv_")}
+        for i, (group, attention) in enumerate(zip(step.groups, step.attention, strict=True)):
             lanes.wait(i, stream)
-            self.local.run(group.q, kv_cache, out=group.out, lse=group.lse, stream=stream)
+            local = {**given, "q": group.q, "out": group.out, "lse": group.lse} if tracks else {}
+            self.local._enqueue(attention, cache, local, scale, stream)
             lanes.follow(stream)
             if self._is_gathered:
                 communicator.all_gather(group.received, communication)
             else:
                 communicator.all_to_all(group.parts, group.received, communication)
-        lanes.mark(len(groups))
-        lanes.wait(len(groups), stream)
+        lanes.mark(len(step.groups))
+        lanes.wait(len(step.groups), stream)
+        for (launch, words, arrays), out_skip, lse_skip in step.merges:
+            words[_OUT], words[_LSE] = addresses["out"] + out_skip, addresses["lse"] + lse_skip
+            launch(stream, arrays | {"out": given["out"], "lse": given["lse"]} if tracks else {})
 
-    def _merge_groups(self, out: Any, lse: Any, groups: tuple[_Group, ...], stream: Any) -> None:
-        """Merge the partial results of all ranks, in launches that are made once for each layout of the results."""
-        (out_ptr, out_layout), (lse_ptr, lse_layout) = (self._backend.locate(array) for array in (out, lse))
-        key = (out_layout, lse_layout)
-        merges = self._merges.get(key)
-        if merges is None:
-            if len(self._merges) >= _MOST_LAYOUTS:
-                self._merges.clear()
-            merges = self._merges[key] = self._bind(out, lse, groups)
-        for merge in merges:
-            merge.params["out"], merge.params["lse"] = out_ptr + merge.out_skip, lse_ptr + merge.lse_skip
-            merge.launch(stream, merge.parts | {"out": out, "lse": lse} if self._backend.keeps_track else {})
+    def _bind(self, q: Any, kv_cache: Any, kv_scale: Any, out: Any, lse: Any) -> _Step:
+        """Check arrays of a layout that is new, and make their launches ready."""
+        capacity, view = self.local.capacity, self._backend.view
+        rows = query_rows(view, q)
+        num_tokens, num_heads = rows.shape
+        if rows.dtype != capacity.dtype or num_heads != self._num_heads:
+            raise ShapeError(
+                f"q is {rows.dtype} with {num_heads} heads; it must be {capacity.dtype} with {self._num_heads}, the "
+                "heads of this rank."
+            )
+        if num_tokens > capacity.max_tokens:
+            raise ShapeError(f"q has {num_tokens} query tokens; the plan was made for {capacity.max_tokens} at most.")
+        shape = self._out_shape((q[0] if isinstance(q, tuple | list) else q).shape[:-2])
+        views = view("out", out), view("lse", lse)
+        for array, wanted, dtype in zip(views, (shape, shape[:-1]), (self._out_dtype, "float32"), strict=True):
+            if array.shape != wanted or array.dtype != dtype:
+                raise ShapeError(f"{array.name} is {array.dtype} {array.shape}; it must be {dtype} {wanted}.")
+            if array.read_only:
+                raise ShapeError(
+                    f"{array.name} is read-only ({array.read_only}); the result is written to it. Give another."
+                )
+        groups = tuple(self._group(i, num_tokens) for i in range(self._groups if num_tokens else 0))
+        first = self._backend.locate(self._memory)[0] + self._offsets["q"]
+        size = self._q_bytes(num_tokens)
+        transpose = transposing.build(
+            rows, first + self.communicator.rank * size, self._heads_of_group, self.communicator.num_ranks * size
+        )
+        gathered = {f"gathered[{i}]": group.gathered for i, group in enumerate(groups)}
+        return _Step(
+            groups,
+            self._bound(transpose.launch, transpose.params, gathered),
+            tuple(self.local._bind(group.q, kv_cache, None, kv_scale, group.out, group.lse) for group in groups),
+            self._bind_merges(*views, groups),
+        )
 
-    def _bind(self, out: Any, lse: Any, groups: tuple[_Group, ...]) -> tuple[_MergeLaunch, ...]:
-        views = [self._backend.view(name, array) for name, array in (("out", out), ("lse", lse))]
-        out, lse = (self._array(view) for view in views)
-        bound = []
+    def _bind_merges(self, out: ArrayView, lse: ArrayView, groups: tuple[_Group, ...]) -> tuple[_Merge, ...]:
+        merges = []
+        outs, lses = (self._tokens_first(view) for view in (out, lse))
         for i, group in enumerate(groups):
             begin, count = i * self._heads_of_group, group.outs.shape[2]
-            results = out[:, begin : begin + count], lse[:, begin : begin + count]
-            step = merging.build(self._backend.view, group.outs, group.lses, *results, self._lse_base)
-            launch = self._backend.load(step.launch, step.params, None)
-            out_skip, lse_skip = (int(step.params[view.name][0]) - view.ptr for view in views)
-            bound.append(
-                _MergeLaunch(launch, step.params, out_skip, lse_skip, {"outs": group.outs, "lses": group.lses})
-            )
-        return tuple(bound)
+            results = outs[:, begin : begin + count], lses[:, begin : begin + count]
+            merge = merging.build(self._backend.view, group.outs, group.lses, *results, self._lse_base)
+            bound = self._bound(merge.launch, merge.params, {"outs": group.outs, "lses": group.lses})
+            merges.append(_Merge(bound, *(int(merge.params[view.name][0]) - view.ptr for view in (out, lse))))
+        return tuple(merges)
+
+    def _tokens_first(self, view: ArrayView) -> Any:
+        """Give a result as an array with one axis of tokens, in the same memory."""
+        array = self._array(view)
+        if array.ndim == (3 if view.name == "out" else 2):
+            return array
+        one_token_axis(view)  # refuses what only a copy could give so
+        return array.reshape(-1, *array.shape[2:])
+
+    def _bound(self, launch: Launch, params: npt.NDArray[np.void], arrays: dict[str, Any]) -> _Bound:
+        words = memoryview(params.view(np.uint64).data)
+        return _Bound(self._backend.load(launch, params, None), words, arrays)
 
     # --- what a GPU does otherwise than the emulator -----------------------------------------------------------------
 

@@ -89,6 +89,15 @@ class HostCommunicator:
         receive[...] = self._memory[:, :size].reshape(self.num_ranks, *send.shape)[:, self.rank]
         self._meet()
 
+    def abort(self, reason: str) -> None:
+        """Give up: no rank waits for another any more, and each later call raises.
+
+        Parameters
+        ----------
+        reason : str
+        """
+        self._barrier.abort()
+
     def _give(self, data: Any) -> int:
         if data.size > self._memory.shape[1]:
             raise InvalidArgumentError(

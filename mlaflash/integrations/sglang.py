@@ -322,9 +322,9 @@ class VerifySeam:
         mask_indptr: Any,
     ) -> None:
         """Plan the step, in the first of its layers."""
-        metadata, layer = self._backend.forward_metadata, self.runtime.address(k_buffer)
+        step, layer = (self._backend.forward_metadata,), self.runtime.address(k_buffer)
         is_capturing = self.runtime.is_capturing()
-        if not planned.is_new_step(metadata, layer, is_capturing=is_capturing):
+        if not planned.is_new_step(step, layer, is_capturing=is_capturing):
             planned.layers.add(layer)
             return
         prefix_lens = kv_indptr[1:] - kv_indptr[:-1]
@@ -335,7 +335,7 @@ class VerifySeam:
             kv_lens=prefix_lens + key.q_len, q_len=key.q_len, kv_indptr=kv_indptr, kv_indices=kv_indices, mask=mask
         )
         # Only now: an update that failed is made again.
-        planned.metadata, planned.is_capturing, planned.layers = metadata, is_capturing, {layer}
+        planned.begin(step, layer, is_capturing=is_capturing)
 
     def _leave(self, reason: str) -> bool:
         if reason not in self._told:

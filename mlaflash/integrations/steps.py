@@ -16,17 +16,28 @@ class Planned:
     plan: Any
     max_batch: int
     lse: Any
-    metadata: Any = None
+    step: tuple[Any, ...] = ()
     is_capturing: bool = False
     layers: set[int] = field(default_factory=set)
 
-    def is_new_step(self, metadata: Any, layer: int, *, is_capturing: bool) -> bool:
+    def is_new_step(self, step: tuple[Any, ...], layer: int, *, is_capturing: bool) -> bool:
         """Tell whether a call begins a step.
 
-        All layers of a step share its metadata. A graph is captured after runs with the same metadata: then a layer
-        that was served already comes again, and the update must be part of the graph.
+        Parameters
+        ----------
+        step : tuple
+            Objects that all layers of a step share, and no two steps in which the layers differ.
+        layer : int
+            Where its cache begins. A graph is captured after runs with the same objects: then a layer that was served
+            already comes again, and the update must be part of the graph.
+        is_capturing : bool
         """
-        return metadata is not self.metadata or layer in self.layers or is_capturing != self.is_capturing
+        is_same = len(step) == len(self.step) and all(a is b for a, b in zip(step, self.step, strict=True))
+        return not is_same or layer in self.layers or is_capturing != self.is_capturing
+
+    def begin(self, step: tuple[Any, ...], layer: int, *, is_capturing: bool) -> None:
+        """Remember the step that an update was made for, whose objects live on so that no other has their place."""
+        self.step, self.is_capturing, self.layers = step, is_capturing, {layer}
 
 
 class TorchRuntime:

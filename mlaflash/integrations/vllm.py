@@ -14,7 +14,7 @@ from typing import Any, Final
 from mlaflash.errors import MlaFlashError
 from mlaflash.integrations.signatures import differences, installed, load, read
 from mlaflash.integrations.steps import Plans, TorchRuntime
-from mlaflash.params import DL, D
+from mlaflash.params import DL, DS_MLA_BYTES, D
 
 PACKAGE: Final = "vllm"
 BACKEND: Final = "mlaflash.integrations.vllm_backend.MlaFlashBackend"
@@ -53,7 +53,7 @@ class _Key:
     q_len: int
     block_size: int
     dtype: str
-    is_fp8: bool
+    kv_dtype: str
     mask: str
     sm_scale: float
 
@@ -78,6 +78,7 @@ class StepServer:
         kv_cache: Any,
         metadata: Any,
         *,
+        context: Any,
         sm_scale: float,
         kv_scale: Any,
         dcp_world_size: int,
@@ -91,11 +92,14 @@ class StepServer:
         q : array, shape (T, H, 576), or pair of widths 512 and 64, bfloat16 or float16
             As many query tokens for each request.
         kv_cache : array, shape (blocks, block_size, 576), q's dtype or float8_e4m3fn
+            Or of 656 bytes, uint8: ``fp8_ds_mla``.
         metadata : MLACommonMetadata
             ``causal``, ``decode.block_table`` and ``decode.seq_lens``, which counts the new tokens.
+        context : object
+            Of the forward pass: drafters change the lengths in place and keep the metadata.
         sm_scale : float
         kv_scale : array of one float32
-            What the rows of an fp8 cache are multiplied by.
+            What the rows of a float8_e4m3fn cache are multiplied by.
         dcp_world_size : int
             GPUs that share the context of a request.
         max_batch, max_kv_len : int
@@ -112,14 +116,16 @@ class StepServer:
         name = self.runtime.dtype_name
         batch, tokens = decode.seq_lens.shape[0], latent.shape[0]
         q_len = tokens // batch if batch else 0
-        is_fp8 = name(kv_cache) == _FP8
+        kv_dtype = {_FP8: "float8_e4m3", "uint8": "fp8_ds_mla"}.get(name(kv_cache), name(kv_cache))
+        width = DS_MLA_BYTES if kv_dtype == "fp8_ds_mla" else D
         if tokens == 0 or tokens != batch * q_len:
             return self._leave(f"{tokens} query tokens of {batch} requests; all must have as many")
-        if tuple(latent.shape[2:]) != ((DL,) if is_split else (D,)) or kv_cache.ndim != 3 or kv_cache.shape[2] != D:
+        widths = ((DL,) if is_split else (D,)), (width,)
+        if (tuple(latent.shape[2:]), tuple(kv_cache.shape[2:])) != widths:
             return self._leave(
-                f"queries {tuple(latent.shape)} and a cache {tuple(kv_cache.shape)}; rows of {D} are served"
+                f"queries {tuple(latent.shape)} and a cache {tuple(kv_cache.shape)}; rows of {width} are served"
             )
-        if name(latent) not in _DTYPES or (name(kv_cache) != name(latent) and not is_fp8):
+        if name(latent) not in _DTYPES or kv_dtype not in (name(latent), "float8_e4m3", "fp8_ds_mla"):
             return self._leave(f"queries of {name(latent)} and a cache of {name(kv_cache)}")
         if metadata.causal and q_len > 1 and dcp_world_size > 1:
             return self._leave("a causal step of several tokens over a context that GPUs share")
@@ -128,7 +134,7 @@ class StepServer:
             q_len=q_len,
             block_size=kv_cache.shape[1],
             dtype=name(latent),
-            is_fp8=is_fp8,
+            kv_dtype=kv_dtype,
             mask="causal" if metadata.causal and q_len > 1 else "none",
             sm_scale=float(sm_scale),
         )
@@ -144,20 +150,21 @@ class StepServer:
                 sm_scale=key.sm_scale,
                 page_size=key.block_size,
                 q_dtype=key.dtype,
-                kv_dtype="float8_e4m3" if is_fp8 else key.dtype,
+                kv_dtype=kv_dtype,
                 mask=key.mask,
                 block_table=True,
                 copy_ids=False,  # vLLM's table stays for the step, and in a graph for good
             )
-            layer, is_capturing = self.runtime.address(kv_cache), self.runtime.is_capturing()
-            if planned.is_new_step(metadata, layer, is_capturing=is_capturing):
+            step, layer = (context, metadata), self.runtime.address(kv_cache)
+            is_capturing = self.runtime.is_capturing()
+            if planned.is_new_step(step, layer, is_capturing=is_capturing):
                 planned.plan.update(kv_lens=decode.seq_lens, q_len=q_len, block_table=decode.block_table)
-                planned.metadata, planned.is_capturing, planned.layers = metadata, is_capturing, set()
+                planned.begin(step, layer, is_capturing=is_capturing)
             planned.layers.add(layer)
             out = self.runtime.empty_out(latent, (tokens, key.heads, DL))
             # An array of its own: who merges parts may keep it longer than the step.
             lse = self.runtime.empty_lse(latent, (tokens, key.heads))
-            options = {"kv_scale": kv_scale} if is_fp8 else {}
+            options = {"kv_scale": kv_scale} if kv_dtype == "float8_e4m3" else {}
             planned.plan.run(q, kv_cache, out=out, lse=lse, **options)
         except MlaFlashError as error:
             return self._leave(str(error))

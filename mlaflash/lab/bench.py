@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mlaflash import cost
@@ -13,18 +15,42 @@ from mlaflash.device import Device
 from mlaflash.errors import CompileError, LaunchError, UnsupportedError
 from mlaflash.floors import Roofline, roofline
 from mlaflash.lab.ceilings import Ceilings
+from mlaflash.lab.compare import Comparison
 from mlaflash.lab.environment import revision, versions
 from mlaflash.lab.records import BenchRecord, Status
-from mlaflash.lab.runner import Runner, Step, check_rows, plan_step
+from mlaflash.lab.runner import Measured, Runner, Step, check_rows, plan_step
 from mlaflash.lab.target import no_progress
+from mlaflash.lab.timing import Timing
 from mlaflash.lab.workload import Workload
 from mlaflash.mma_tiles import MmaKernelConfig
 from mlaflash.params import numpy_dtype
 from mlaflash.schedule import Schedule
 
+_PASSES = 5  # a GPU's clock and power drift by a few percent within seconds: the samples of a step lie apart
+_KEPT_BYTES = 4 << 30  # of caches that stay on the GPU from one pass to the next; others are made anew
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What was measured of a step so far."""
+
+    step: Step
+    schedule: Schedule
+    comparison: Comparison | None = None
+    error: str = ""
+    timings: list[Timing] = field(default_factory=list)
+    graphs: list[Timing] = field(default_factory=list)
+    hosts_us: list[float] = field(default_factory=list)
+
+    def add(self, found: Measured) -> None:
+        self.schedule = found.schedule
+        self.timings.append(found.timing)
+        self.graphs.append(found.graph)
+        self.hosts_us.append(found.host_us)
+
 
 class Bench:
-    """Times steps one after the other.
+    """Times steps one after the other, in several passes.
 
     Parameters
     ----------
@@ -66,7 +92,7 @@ class Bench:
         *,
         seconds: float = math.inf,
     ) -> Iterator[BenchRecord]:
-        """Time steps; each is held against a float64 reference.
+        """Time steps, each a few times in every pass over all of them, and hold each against a float64 reference.
 
         Parameters
         ----------
@@ -74,7 +100,7 @@ class Bench:
         progress : callable
             Told what is done, how much of it, and of how much.
         seconds : float
-            No step is begun after that time.
+            No step is begun, in whichever pass, after that time.
 
         Yields
         ------
@@ -85,23 +111,45 @@ class Bench:
         self._runner.build(
             (launch for step in steps for launch in plan_step(step, self._runner.device).launches), progress
         )
-        for done, step in enumerate(steps):
+        taken = [_Taken(step, plan_step(step, self._runner.device)) for step in steps]
+        passes = min(_PASSES, self._samples)
+        kept: dict[int, Any] = {}
+        room = _KEPT_BYTES
+        for done, (number, index) in enumerate(itertools.product(range(passes), range(len(steps)))):
             if time.monotonic() - begin > seconds:
-                return
-            progress("steps", done, len(steps))
-            yield self._record(step)
-        progress("steps", len(steps), len(steps))
+                break
+            progress("steps", done, passes * len(steps))
+            each = taken[index]
+            if each.error:
+                continue
+            loaded = None  # nothing of the step before stays on the GPU unless it is kept
+            try:
+                workload = Workload(each.step.shape, each.step.kv_lens, self._seed) if index not in kept else None
+                loaded = kept[index] if workload is None else self._runner.load(workload)
+                samples = self._samples // passes + (number < self._samples % passes)
+                found = self._runner.measure(loaded, each.step, samples)
+            except (LaunchError, CompileError) as error:
+                each.error = str(error)
+                continue
+            each.add(found)
+            if each.comparison is None and workload is not None:
+                each.comparison = check_rows(found.out, found.lse, workload.expected(), each.step.shape)
+            if workload is not None and workload.cache_bytes <= room:
+                kept[index] = loaded
+                room -= workload.cache_bytes
+        else:
+            progress("steps", passes * len(steps), passes * len(steps))
+        yield from (self._record(each) for each in taken if each.error or each.timings)
 
-    def _record(self, step: Step) -> BenchRecord:
-        device = self._runner.device
-        floors = measured_roofline(step, device, self._ceilings)
-        workload = Workload(step.shape, step.kv_lens, self._seed)
-        try:
-            found = self._runner.measure(workload, step, self._samples)
-        except (LaunchError, CompileError) as error:
-            return self._finish(step, floors, "failed", str(error), plan_step(step, device))
-        comparison = check_rows(found.out, found.lse, workload.expected(), step.shape)
-        seconds = 1e-6 * found.timing.median_us
+    def _record(self, taken: _Taken) -> BenchRecord:
+        step, comparison = taken.step, taken.comparison
+        floors = measured_roofline(step, self._runner.device, self._ceilings)
+        if taken.error or comparison is None:
+            return self._finish(step, floors, "failed", taken.error, taken.schedule, samples=0)
+        timing, graph = (
+            Timing(tuple(us for part in parts for us in part.samples_us)) for parts in (taken.timings, taken.graphs)
+        )
+        seconds = 1e-6 * timing.median_us
         tb_s = (floors.kv_bytes + floors.other_bytes) / seconds / 1e12
         tflop_s = floors.flop / seconds / 1e12
         mma = floors.mma_tflop_s
@@ -110,12 +158,13 @@ class Bench:
             floors,
             "ok" if comparison.passed else "wrong",
             comparison.reason,
-            found.schedule,
-            median_us=round(found.timing.median_us, 3),
-            p10_us=round(found.timing.p10_us, 3),
-            p90_us=round(found.timing.p90_us, 3),
-            graph_us=round(found.graph.median_us, 3),
-            host_us=round(found.host_us, 2),
+            taken.schedule,
+            samples=len(timing.samples_us),
+            median_us=round(timing.median_us, 3),
+            p10_us=round(timing.p10_us, 3),
+            p90_us=round(timing.p90_us, 3),
+            graph_us=round(graph.median_us, 3),
+            host_us=round(statistics.median(taken.hosts_us), 2),
             tb_s=tb_s,
             tflop_s=tflop_s,
             of_read=1e3 * tb_s / self._ceilings.read_gb_s,
@@ -139,7 +188,6 @@ class Bench:
             versions=self._versions,
             revision=self._revision,
             seed=self._seed,
-            samples=self._samples,
             command=self._command(step),
             **found,
         )
@@ -244,9 +292,16 @@ def predict_schedule(step: Step, device: Device, schedule: Schedule) -> cost.Pre
     if not isinstance(config, MmaKernelConfig):
         return None
     partial_bytes = numpy_dtype(step.shape.out_dtype or step.shape.dtype).itemsize
-    lens = len(step.kv_lens), max(step.kv_lens)
     return cost.choice_of(
-        config, schedule.num_splits, step.shape.rows, *lens, device, partial_bytes=partial_bytes
+        config,
+        schedule.num_splits,
+        step.shape.rows,
+        len(step.kv_lens),
+        max(step.kv_lens),
+        device,
+        partial_bytes=partial_bytes,
+        page_size=step.shape.page_size,
+        kv_dtype=step.shape.stored,
     ).prediction
 
 

@@ -253,15 +253,26 @@ def _fill_pool(
         token = np.arange(cached)
         if cached:
             rows = _rows(rng, cached, common, dtype)
-            slots[table[token // page_size] * page_size + token % page_size] = _stored(case, rows)
+            slots[table[token // page_size] * page_size + token % page_size] = stored_rows(rows, case.kv_dtype)
     return pool, page_size, tables
 
 
-def _stored(case: Case, rows: Array) -> Array:
-    """Write rows of the model as the cache holds them."""
-    if case.kv_dtype is None:
+def stored_rows(rows: Array, kv_dtype: str | None) -> Array:
+    """Write rows of the model as a cache holds them.
+
+    Parameters
+    ----------
+    rows : numpy.ndarray, shape (n, 576)
+    kv_dtype : {None, "float8_e4m3", "fp8_ds_mla"}
+        None leaves them as they are; `KV_SCALE` is that of ``"float8_e4m3"``.
+
+    Returns
+    -------
+    numpy.ndarray, shape (n, 576) or (n, 656)
+    """
+    if kv_dtype is None:
         return rows
-    stored: Array = quantize_ds_mla(rows) if case.kv_dtype == "fp8_ds_mla" else quantize_e4m3(rows, KV_SCALE)[0]
+    stored: Array = quantize_ds_mla(rows) if kv_dtype == "fp8_ds_mla" else quantize_e4m3(rows, KV_SCALE)[0]
     return stored
 
 

@@ -302,7 +302,8 @@ def _members(source: str) -> list[tuple[str, str]]:
         name, definition, comment = member[1], member[2].strip(), member[3] or above
         above = ""
         words = set(re.findall(r"[A-Z]\w*", definition))
-        if not (words & (places | ends) if found else definition == "0"):
+        follows = bool(words & (places | ends)) or re.match(r"[1-9]", definition) is not None
+        if not (follows if found else definition == "0"):
             continue
         if name.endswith("_END"):
             ends.add(name)

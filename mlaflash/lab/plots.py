@@ -12,6 +12,7 @@ from mlaflash.errors import InvalidArgumentError, MissingDependencyError
 from mlaflash.floors import mma_tflop_s
 from mlaflash.lab.records import BenchRecord
 from mlaflash.lab.sweep import Record
+from mlaflash.params import row_bytes
 
 _PANEL = 5.2  # inches
 _MAX_LINES = 12
@@ -42,7 +43,7 @@ def plot_bench(records: Sequence[BenchRecord], path: Path) -> None:
     figure, (roof, by_length, by_rows) = _figure(3, 1)
     _roofline(roof, timed)
     _lines(by_length, timed, "kv_len", ("batch", "rows"), "KV tokens of a request")
-    _lines(by_rows, timed, "rows", ("batch", "kv_len"), "rows of a request (query tokens x heads)")
+    _lines(by_rows, timed, "rows", ("batch", "kv_len"), "rows of a request")
     is_predicted = any(record.status == "predicted" for record in timed)
     figure.suptitle(f"{timed[0].gpu}, {'PREDICTED by the cost model, not measured' if is_predicted else 'measured'}")
     save(figure, path)
@@ -81,25 +82,31 @@ def work(record: BenchRecord) -> tuple[float, float]:
     record : BenchRecord
     """
     itemsize = 4 if record.problem["dtype"] == "float32" else 2
+    kv_bytes = row_bytes(record.problem.get("kv_dtype") or record.problem["dtype"])
     lens = record.problem["kv_lens"]
     tokens = sum(lens) if len(lens) == record.batch else record.batch * lens[0]
     flop = 2.0 * (576 + 512) * record.rows * tokens
-    return flop, itemsize * (576.0 * tokens + record.batch * record.rows * (576 + 512))
+    return flop, float(kv_bytes * tokens + itemsize * record.batch * record.rows * (576 + 512))
 
 
 def _lines(axes: Any, records: Sequence[BenchRecord], x: str, group: tuple[str, str], label: str) -> None:
-    lines: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
+    lines: dict[tuple[int, ...], list[BenchRecord]] = defaultdict(list)
     for record in records:
-        # Drafts of other lengths on one prefix belong together.
-        values = [getattr(record, name) - (record.q_len if name == "kv_len" else 0) for name in group]
-        lines[values[0], values[1]].append((getattr(record, x), record.us or 0.0))
+        # Lengths that a draft tells apart belong together.
+        key = [_octaves(record.kv_len) if name == "kv_len" else getattr(record, name) for name in group]
+        lines[tuple(key)].append(record)
     longest = sorted(lines.items(), key=lambda item: (-len(item[1]), item[0]))[:_MAX_LINES]
-    for (first, second), points in sorted(longest):
-        points.sort()
-        name = f"{group[0]} {first}, {'prefix' if group[1] == 'kv_len' else group[1]} {second:,}"
+    for _, line in sorted(longest, key=lambda item: item[0]):
+        least = min(line, key=lambda record: record.kv_len)
+        points = sorted((getattr(record, x), record.us or 0.0) for record in line)
+        name = ", ".join(f"{each.replace('_', ' ')} {getattr(least, each):,}" for each in group)
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=name)
     axes.set(xscale="log", yscale="log", xlabel=label, ylabel="us", title=f"time against {label}")
     axes.legend(fontsize=6)
+
+
+def _octaves(tokens: int) -> int:
+    return round(2 * math.log2(max(tokens, 1)))
 
 
 def plot_sweep(records: Sequence[Record], path: Path) -> None:
@@ -200,7 +207,13 @@ def save(figure: Any, path: Path) -> None:
     InvalidArgumentError
         Its suffix is no format, or it cannot be written.
     """
+    import matplotlib
+
+    # Letters as letters and no date: small files, alike if what they show is.
+    style = {"svg.fonttype": "none", "svg.hashsalt": "mlaflash"}
+    metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
-        figure.savefig(path, dpi=150)
+        with matplotlib.rc_context(style):
+            figure.savefig(path, dpi=150, metadata=metadata)
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"--plot is {path}, which cannot be written: {error}. Name another file.") from error

@@ -42,7 +42,8 @@ class BenchRecord:
     graph_us : float or None
         Median time of a CUDA graph of these launches.
     host_us : float or None
-        Median time for which a call like one before keeps the host.
+        Time for which a call of `mla_verify` like one before keeps the host, one of many without a pause between them:
+        looking at the arguments, looking up what was prepared for the like, launches.
     tb_s : float or None
         KV rows, each counted once, and q, out, lse, in 1e12 bytes a second.
     tflop_s : float or None
@@ -69,7 +70,9 @@ class BenchRecord:
         See `mlaflash.lab.environment.versions`.
     revision : str or None
         Of git.
-    seed, samples : int
+    seed : int
+    samples : int
+        Durations that were taken.
     command : str
         Repeats this record.
     """
@@ -118,7 +121,8 @@ class BenchRecord:
     @property
     def key(self) -> str:
         """What tells its problem from others."""
-        return json.dumps(self.problem, sort_keys=True)
+        given = {name: value for name, value in self.problem.items() if value is not None}
+        return json.dumps(given, sort_keys=True)
 
 
 _FIELDS: Final = tuple(field.name for field in dataclasses.fields(BenchRecord))

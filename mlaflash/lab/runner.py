@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,17 +16,14 @@ from mlaflash.jit import compile_cached
 from mlaflash.lab.compare import Comparison, compare, tolerance
 from mlaflash.lab.sweep import FIRST_SAMPLES
 from mlaflash.lab.target import build_all
-from mlaflash.lab.timing import Timing, measure
-from mlaflash.lab.workload import Expected, Workload, block
+from mlaflash.lab.timing import Timing, measure, measure_host
+from mlaflash.lab.workload import Expected, Workload, stored_block
 from mlaflash.masks import TreeMask
 from mlaflash.params import DL, D
 from mlaflash.problem import Problem
 from mlaflash.schedule import Launch, Schedule, plan
 from mlaflash.shape import VerifyShape
 from mlaflash.tiles import KernelConfig
-
-_HOST_CALLS = 50
-_HOST_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ class Measured:
     graph : Timing
         Of a CUDA graph of them, likewise.
     host_us : float
-        Median time for which a call of `mla_verify` like one before keeps the host.
+        Time for which a call of `mla_verify` like one before keeps the host; see `mlaflash.lab.timing.measure_host`.
     out, lse : numpy.ndarray, shapes (T, H, 512) and (T, H)
     """
 
@@ -150,13 +145,13 @@ class Runner(Protocol):
             CUDA refused or aborted it, or the compiler refused a kernel.
         """
 
-    def measure(self, workload: Workload, step: Step, samples: int) -> Measured:
+    def measure(self, loaded: Any, step: Step, samples: int) -> Measured:
         """Run and time a step.
 
         Parameters
         ----------
-        workload : Workload
-            The inputs of `step`.
+        loaded : Any
+            From `load`.
         step : Step
         samples : int
             Durations to take.
@@ -191,7 +186,7 @@ class GpuRunner:
         self.device = device if budget is None else apply_budget(device, budget)
         self._budget = budget
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._blocks: dict[tuple[str, int, int, int], Any] = {}
+        self._blocks: dict[tuple[tuple[str, str | None, int], Any, Any], Any] = {}
 
     def build(self, launches: Iterable[Launch], progress: Callable[[str, int, int], None]) -> object:
         """Compile the kernels of launches side by side."""
@@ -212,7 +207,7 @@ class GpuRunner:
         import cupy
 
         shape = workload.shape
-        parts = (slice(0, DL), slice(DL, D)) if shape.split_kv else (slice(0, D),)
+        parts = (slice(0, DL), slice(DL, D)) if shape.split_kv else (slice(None),)
         caches = tuple(self._cache(workload, part) for part in parts)
         mask: Any = workload.mask
         if isinstance(mask, TreeMask):
@@ -232,13 +227,12 @@ class GpuRunner:
         import cupy
 
         shape = workload.shape
-        key = shape.dtype, workload.seed, columns.start, columns.stop
+        key = (shape.dtype, shape.kv_dtype, workload.seed), columns.start, columns.stop
         if key not in self._blocks:
-            self._blocks = {known: array for known, array in self._blocks.items() if known[:2] == key[:2]}
-            self._blocks[key] = cupy.asarray(np.ascontiguousarray(block(shape.dtype, workload.seed)[:, columns]))
+            self._blocks = {known: array for known, array in self._blocks.items() if known[0] == key[0]}
+            self._blocks[key] = cupy.asarray(np.ascontiguousarray(stored_block(*key[0])[:, columns]))
         rows = self._blocks[key]
-        width = columns.stop - columns.start
-        cache = cupy.empty((workload.num_pages, shape.page_size, width), rows.dtype)
+        cache = cupy.empty((workload.num_pages, shape.page_size, rows.shape[1]), rows.dtype)
         for begin in range(0, cache.nbytes, rows.nbytes):
             # Plain copies: they need no compiled kernel of CuPy's.
             size = min(rows.nbytes, cache.nbytes - begin)
@@ -256,21 +250,20 @@ class GpuRunner:
                 timing = measure(call.launch, self.device, stream=stream, samples=samples)
             return Attempt(timing, *_packed(call, step))
 
-    def measure(self, workload: Workload, step: Step, samples: int) -> Measured:
+    def measure(self, loaded: Any, step: Step, samples: int) -> Measured:
         """Run and time a step."""
         from mlaflash.attention import mla_verify, prepare
 
-        arguments = self.load(workload)
         choice: dict[str, Any] = {"kernel": step.kernel, "tiles": step.config, "budget": self._budget}
         with self._errors(), self.stream as stream:
-            call = prepare(**arguments, **choice)
+            call = prepare(**loaded, **choice)
             timing = measure(call.launch, self.device, stream=stream, samples=samples)
             stream.begin_capture()
             call.launch()
             graph = stream.end_capture()
             replay = measure(lambda: graph.launch(stream), self.device, stream=stream, samples=samples)
             results = {"out": call.out, "lse": call.lse}
-            host_us = self._host_us(lambda: mla_verify(**arguments, **choice, **results))
+            host_us = measure_host(lambda: mla_verify(**loaded, **choice, **results), self.device, stream=stream)
             return Measured(call.schedule, timing, replay, host_us, *_packed(call, step))
 
     @contextmanager
@@ -281,19 +274,6 @@ class GpuRunner:
             yield
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
             raise LaunchError(f"CUDA refused or aborted the step: {error}. See it with compute-sanitizer.") from error
-
-    def _host_us(self, call: Callable[[], object]) -> float:
-        call()
-        samples = []
-        for _ in range(_HOST_ROUNDS):
-            # Few enough in flight that the host never waits for room in the queue.
-            self.stream.synchronize()
-            for _ in range(_HOST_CALLS):
-                begin = time.perf_counter()
-                call()
-                samples.append(time.perf_counter() - begin)
-        self.stream.synchronize()
-        return 1e6 * statistics.median(samples)
 
 
 def _packed(call: Any, step: Step) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

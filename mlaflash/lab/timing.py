@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ _FLUSH_BLOCKS_PER_SM = 8
 _FLUSH_L2_SIZES = 2
 _ENQUEUE_MARGIN = 2.0
 _WARMUP = 5
+_HOST_CALLS = 50
+_HOST_ROUNDS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,40 @@ def measure(
         # One sample at a time: a queue that is full would make the host wait in the middle of one.
         end.synchronize()
     return Timing(tuple(1e3 * cupy.cuda.get_elapsed_time(start, end) for start, end in events))
+
+
+def measure_host(call: Callable[[], object], device: Device, *, stream: Any) -> float:
+    """Time for how long a function that launches keeps the host, once it has been called before.
+
+    Calls follow each other without a pause while the GPU still works on what was enqueued before them, and too few to
+    fill its queue: no call waits for the GPU, or wakes it up. A round gives the mean of its calls.
+
+    Parameters
+    ----------
+    call : callable
+        Launches on `stream` and returns without waiting for it.
+    device : Device
+        The current one.
+    stream : cupy.cuda.Stream
+
+    Returns
+    -------
+    float
+        Median of some rounds, in microseconds.
+    """
+    flush = _L2Flush(device, stream)
+    for _ in range(_WARMUP):
+        call()
+    passes = max(1, math.ceil(_ENQUEUE_MARGIN * _HOST_CALLS * _host_seconds(call, stream) / flush.seconds()))
+    means = []
+    for _ in range(_HOST_ROUNDS):
+        flush(passes)
+        begin = time.perf_counter()
+        for _ in range(_HOST_CALLS):
+            call()
+        means.append((time.perf_counter() - begin) / _HOST_CALLS)
+        stream.synchronize()
+    return 1e6 * statistics.median(means)
 
 
 def _host_seconds(enqueue: Callable[[], object], stream: Any) -> float:

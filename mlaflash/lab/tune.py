@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from mlaflash.mma_tiles import MmaKernelConfig
 _HOPELESS = 1.3  # times the best so far: no candidate comes back from that in more timings
 _UNLIKELY = 1.6  # times the least predicted time, where the model was never wrong by as much
 _MOST = 14  # candidates of a problem
+_WORTH = 0.02  # of the time: the least of many medians is below the true one by about as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,14 @@ class Tuned:
         best, chosen = self.best, self.candidates[0].median_us
         return None if best is None or chosen is None else chosen / (best.median_us or math.nan) - 1
 
+    @property
+    def is_worth_an_entry(self) -> bool:
+        """Whether a table needs it: where the model's choice is the best but for noise, the model may answer.
+
+        It does so for each length, and an entry for a whole class alike.
+        """
+        return self.best is not None and (self.regret is None or self.regret > _WORTH)
+
     def entry(self) -> tuned.Entry | None:
         """Return it for a table; None where nothing ran."""
         best = self.best
@@ -119,8 +128,9 @@ def candidates(step: Step, device: Device) -> list[tuple[MmaKernelConfig, int, f
         Constants, splits, predicted microseconds.
     """
     problem = step.shape.rows, len(step.kv_lens), max(step.kv_lens), device
-    chosen = cost.choose(*problem, page_size=step.shape.page_size)
-    likely = cost.candidates(*problem, page_size=step.shape.page_size)
+    of_cache: dict[str, Any] = {"page_size": step.shape.page_size, "kv_dtype": step.shape.stored}
+    chosen = cost.choose(*problem, **of_cache)
+    likely = cost.candidates(*problem, **of_cache)
     least = likely[0][2]
     found = {(chosen.config, chosen.num_splits): chosen.predicted_us}
     for config, splits, us in likely:
@@ -225,14 +235,19 @@ def predicted(steps: Iterable[Step], device: Device) -> list[tuned.Entry]:
     return entries
 
 
-def merged(old: Iterable[tuned.Entry], new: Iterable[tuned.Entry]) -> list[tuned.Entry]:
+def merged(
+    old: Iterable[tuned.Entry], new: Iterable[tuned.Entry], settled: Collection[tuned.Key] = ()
+) -> list[tuned.Entry]:
     """Put new entries in the place of old ones of the same class.
 
     Parameters
     ----------
     old, new : iterable of Entry
+    settled : collection of Key
+        Classes whose old entries go, whether there are new ones or not.
     """
-    by_class = {entry.key: entry for entry in old} | {entry.key: entry for entry in new}
+    kept = {entry.key: entry for entry in old if entry.key not in settled}
+    by_class = kept | {entry.key: entry for entry in new}
     return sorted(by_class.values(), key=lambda entry: (entry.page_size, entry.batch, entry.rows, entry.kv_len))
 
 

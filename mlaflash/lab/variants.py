@@ -12,7 +12,7 @@ import numpy as np
 
 from mlaflash import combine, cost, mask_pack, tuned
 from mlaflash.device import Device
-from mlaflash.distributed import merging
+from mlaflash.distributed import merging, transposing
 from mlaflash.errors import CompileError, UnsupportedError
 from mlaflash.jit import CompiledKernel, compile_cached, compiler_threads
 from mlaflash.kv import compact, move
@@ -25,7 +25,7 @@ from mlaflash.problem import Problem
 from mlaflash.schedule import CHUNK_TOKENS, FP8_KERNELS, KERNELS, MMA_KERNELS, Launch, deterministic_config, plan
 from mlaflash.tiles import KernelConfig, list_defines
 
-COMPILED: Final = (*KERNELS, "combine", "mask", "merge", "compact", "move")
+COMPILED: Final = (*KERNELS, "combine", "mask", "merge", "transpose", "compact", "move")
 ARCHS: Final = ("sm_80", "sm_89", "sm_90", "sm_120")
 """Architectures that are compiled for where all are asked for."""
 _FEATURES: Final = frozenset(name.lower() for name in {**feature_defines(0, False, False), **list_defines(True)})
@@ -222,7 +222,8 @@ def variants(
                 continue
             found.setdefault(built_key(launch), variant(launch, device, is_shipped=call.is_shipped))
     masks = *mask_pack.every_launch(), *mask_pack.every_launch(is_sharded=True)
-    for launch in (*masks, *merging.every_launch(), *compact.every_launch(), *move.every_launch()):
+    exchanged = *merging.every_launch(), transposing.transpose_launch()
+    for launch in (*masks, *exchanged, *compact.every_launch(), *move.every_launch()):
         if launch.kernel in kernels:
             found[built_key(launch)] = variant(launch, device)
     order = {kernel: place for place, kernel in enumerate(COMPILED)}

@@ -15,10 +15,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mlaflash.lab.inputs import COMMON_SHARE, MAX_REACH, SCORE_SPREAD
+from mlaflash.kv.quantize import dequantize_ds_mla, dequantize_e4m3
+from mlaflash.lab.inputs import COMMON_SHARE, KV_SCALE, MAX_REACH, SCORE_SPREAD, stored_rows
 from mlaflash.lab.presets import KIMI_K2_SM_SCALE
 from mlaflash.masks import TreeMask
-from mlaflash.params import DL, D, numpy_dtype
+from mlaflash.params import DL, D, numpy_dtype, row_bytes
 from mlaflash.shape import VerifyShape
 
 PERIOD: Final = 65537
@@ -51,9 +52,33 @@ def block(dtype: str, seed: int) -> Array:
     return made
 
 
+@functools.lru_cache(maxsize=2)
+def stored_block(dtype: str, kv_dtype: str | None, seed: int) -> Array:
+    """Return the rows as a cache holds them.
+
+    Parameters
+    ----------
+    dtype : str
+    kv_dtype : str or None
+        None is `dtype`.
+    seed : int
+
+    Returns
+    -------
+    numpy.ndarray, shape (PERIOD, 576); of ``"fp8_ds_mla"`` (PERIOD, 656)
+        Caches of 8 bits are uint8.
+    """
+    made = stored_rows(block(dtype, seed), kv_dtype)
+    made.flags.writeable = False
+    return made
+
+
 @functools.lru_cache(maxsize=1)
-def _exact_block(dtype: str, seed: int) -> Array:
-    return block(dtype, seed).astype(np.float64)
+def _exact_block(dtype: str, kv_dtype: str | None, seed: int) -> Array:
+    rows = stored_block(dtype, kv_dtype, seed)
+    if kv_dtype is not None:
+        rows = dequantize_ds_mla(rows) if kv_dtype == "fp8_ds_mla" else dequantize_e4m3(rows, KV_SCALE)
+    return rows.astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +142,17 @@ class Workload:
             self.mask = TreeMask.from_parents(np.array(parents, np.int32))
 
     @property
+    def cache_bytes(self) -> int:
+        """Size of the cache."""
+        return self.num_pages * self.shape.page_size * row_bytes(self.shape.stored)
+
+    @property
     def options(self) -> dict[str, Any]:
         """Arguments of the call that are no arrays, and those that stay on the host."""
+        shape = self.shape
+        of_cache = {"kv_dtype": shape.kv_dtype} if shape.kv_dtype else {}
         return {
+            **(of_cache | {"kv_scale": KV_SCALE} if shape.kv_dtype == "float8_e4m3" else of_cache),
             "sm_scale": KIMI_K2_SM_SCALE,
             "logit_cap": self.shape.logit_cap,
             "max_kv_len": self.shape.kv_len,
@@ -129,7 +162,8 @@ class Workload:
     def host_arguments(self) -> dict[str, Any]:
         """Return the whole call in NumPy, for the emulator and the oracle."""
         slots = np.arange(self.num_pages * self.shape.page_size)
-        rows = block(self.shape.dtype, self.seed)[slots % PERIOD].reshape(self.num_pages, self.shape.page_size, D)
+        stored = stored_block(self.shape.dtype, self.shape.kv_dtype, self.seed)
+        rows = stored[slots % PERIOD].reshape(self.num_pages, self.shape.page_size, -1)
         cache: Any = rows
         if self.shape.split_kv:
             cache = tuple(np.ascontiguousarray(part) for part in (rows[..., :DL], rows[..., DL:]))
@@ -153,7 +187,7 @@ class Workload:
         token = np.arange(kv_len - new)
         size = shape.page_size
         slots = self.table[request][token // size].astype(np.int64) * size + token % size
-        keys, where = _exact_block(shape.dtype, self.seed), slots % PERIOD
+        keys, where = _exact_block(shape.dtype, shape.kv_dtype, self.seed), slots % PERIOD
         if len(where) < PERIOD // 2:  # few of the block's rows
             distinct, where = np.unique(where, return_inverse=True)
             keys = keys[distinct]

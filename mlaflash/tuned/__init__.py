@@ -1,7 +1,8 @@
 """Which constants and splits were measured to be best on a GPU, for classes of problems; the cost model for all others.
 
-A table is a JSON file that ``mlaflash sweep --save-best`` writes. Those beside this module are shipped; one that
-``MLAFLASH_TUNED`` names comes before them. Nothing is ever measured inside a call, and a table is read once.
+A table is a JSON file that ``mlaflash sweep --save-best`` writes: of a suite, what beat the cost model by more than
+noise. Those beside this module are shipped; one that ``MLAFLASH_TUNED`` names comes before them. Nothing is ever
+measured inside a call, and a table is read once.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def _find(
     if table.is_predicted and entry.kv_len != max_kv_len:
         return None  # the cost model knows better than its own answer to a similar question
     splits = cost.usable_splits(entry.num_splits, max_kv_len)
-    choice = cost.choice_of(entry.config, splits, rows, batch, max_kv_len, device)
+    choice = cost.choice_of(entry.config, splits, rows, batch, max_kv_len, device, page_size=page_size)
     how = "predicted" if table.is_predicted else "measured"
     problem = f"{entry.batch} x {entry.rows} rows x {entry.kv_len} tokens"
     return replace(
