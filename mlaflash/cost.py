@@ -236,7 +236,7 @@ FP8_ROW_CLASSES: Final = {
         ),
     ),
 }
-"""The same for caches of 8 bits, by what these hold. Times of a tile were measured there, those of a start are the 16-bit
+"""The same for caches of 8 bits, by what these hold. Times of a tile were measured; those of a start are the 16-bit
 kernels'."""
 
 
