@@ -675,7 +675,7 @@ def one_token_axis(array: ArrayView) -> ArrayView:
     (batch, q_len), (over_requests, over_tokens) = array.shape[:2], array.strides[:2]
     if q_len == 1:
         return array._replace(strides=(over_requests, over_requests, *array.strides[2:]))
-    if batch > 1 and over_requests != q_len * over_tokens:
+    if batch > 1 and q_len > 0 and over_requests != q_len * over_tokens:
         raise ShapeError(
             f"{array.name} has strides {array.strides} (in elements) over shape {array.shape}; its first two axes "
             "must be one run of tokens in memory. Copy it, or pass flat tokens with qo_indptr."
