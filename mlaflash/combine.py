@@ -14,14 +14,16 @@ MAX_CHUNKS: Final = 2048
 
 _COLUMN_GROUPS: Final = 4
 _WARP: Final = 32
+_FEW_SPLITS: Final = 8
+_MANY_ROWS: Final = 256
 
 
 def split_warps(num_splits: int, num_rows: int = 1) -> int:
     """Return how many warps share the splits of 128 columns of a row: the constant `SPLIT_WARPS`.
 
-    Many rows fill the GPU by themselves, and few splits need no sum across warps. Few rows with many splits are bound
-    by latency: they take as many warps as have all loads in flight at once, eight a lane, while the blocks still fit
-    the GPU in one wave.
+    Few splits need no sum across warps. Nor do up to 32 splits of many rows, whose blocks would not fit the GPU in one
+    wave. Few rows with many splits are bound by latency: they take as many warps as have all loads in flight at once,
+    eight a lane, while the blocks still fit.
 
     Parameters
     ----------
@@ -39,7 +41,7 @@ def split_warps(num_splits: int, num_rows: int = 1) -> int:
         raise InvalidArgumentError(
             f"num_splits is {num_splits}; combine merges 1 to {MAX_SPLITS} splits. Choose a number in that range."
         )
-    if num_splits <= 8:
+    if num_splits <= _FEW_SPLITS or (num_splits <= 4 * _FEW_SPLITS and num_rows >= _MANY_ROWS):
         return 1
     if num_splits > 64 and num_rows <= 32:
         return 16

@@ -46,10 +46,10 @@ _ACCURACY = 0.01  # candidates as near as this to the best one are as good for a
 _LATER_START = 0.64  # of a block's start once another block has warmed the caches
 _CACHED_WAIT = 0.3  # of what small pages cost where a tile lies in the level-2 cache
 
-# The merge, launched as a dependent: what its launch leaves, a round of loads, and its traffic to memory and back.
+# The merge, launched as a dependent: what its launch leaves, a round of loads, and partials that lie in the cache.
 _MERGE_US = 2.0
 _MERGE_ROUND_US = 1.0
-_MERGE_BANDWIDTH = 0.38  # of the data sheet's, written and read
+_MERGE_BANDWIDTH = 0.365  # of the level-2 cache's
 # Where warps share the splits a row has four blocks, of 118 registers a thread on sm_90: an SM holds four at a time.
 _MERGE_BLOCKS_PER_SM = 4
 _MERGE_WAVE_US = 2.4
@@ -605,7 +605,7 @@ class _Model:
         rounds = _ceil(splits, 8 * warps)
         waves = rows * combine.grid(rows, splits)[1] / (_MERGE_BLOCKS_PER_SM * self.num_sms) if warps > 1 else 1.0
         latency = _MERGE_US + _MERGE_ROUND_US * (rounds - 1) + _MERGE_WAVE_US * max(0.0, waves - 1)
-        return latency + self.partial_mb(splits) * 1e3 / (_MERGE_BANDWIDTH * self.speed.dram_gbps)
+        return latency + self.partial_mb(splits) * 1e3 / (_MERGE_BANDWIDTH * self.speed.l2_gbps)
 
     def call_us(self, row_class: RowClass, splits: int) -> float:
         return (

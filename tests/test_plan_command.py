@@ -237,7 +237,7 @@ def test_without_a_host_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert "KV tiles a block on average; of the busiest one is not known: CXX is '/none/such/c++'" in text
     found = document()["verify_plan"]
     assert found["balance"] is None
-    assert found["kv_tiles"] == 4 * 1024
+    assert found["kv_tiles"] == 64 // found["row_tile"] * 1024
 
 
 def test_a_kernel_that_does_not_compile_fails(monkeypatch: pytest.MonkeyPatch) -> None:
