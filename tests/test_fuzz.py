@@ -3,17 +3,21 @@ of what it was about."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mlaflash import emulator
+from mlaflash import emulator, oracle
 from mlaflash.commands.main import main
-from mlaflash.errors import EmulatorError
+from mlaflash.errors import EmulatorError, InvalidArgumentError
 from mlaflash.lab import fuzz
+from mlaflash.lab.compare import compare, tolerance
+from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.move_inputs import NAMES, ids
+from mlaflash.mma_tiles import NARROW_DS_MLA
 
 
 def run(trials: range, seed: int = 0) -> fuzz.Tally:
@@ -119,3 +123,36 @@ def test_requests_without_query_tokens_may_have_any_strides() -> None:
 def test_lists_of_moves_write_a_slot_once(name: str, size: int) -> None:
     _, dst = ids(name, size, np.random.default_rng(0))
     assert np.unique(dst).size == dst.size
+
+
+@pytest.mark.parametrize("q_len", [0, 7])
+def test_new_rows_do_not_make_up_for_a_page_that_is_too_short(q_len: int) -> None:
+    """Page b is request b: what the new rows leave must fit it, in checked mode."""
+    case = Case(name="dense", q_lens=(9, 9), kv_lens=(20, 5), heads=2, sm_scale=0.1, addressing="dense", new_kv=True)
+    arguments = build(case, 0)
+    emulator.mla_verify(**arguments)
+    arguments["qo_indptr"] = np.array([0, q_len, 9 + q_len], np.int32)
+    with pytest.raises(InvalidArgumentError, match=r"kv_lens\[0\] leaves .* page 0 holds 12"):
+        emulator.mla_verify(**arguments)
+
+
+@pytest.mark.parametrize("seed", [15, 23])
+def test_new_rows_behind_one_cached_token_of_its_own_scale(seed: int) -> None:
+    """The emulator's maximum of two zeros was the negative one, whose bits are no exponent."""
+    case = Case(
+        name="x",
+        q_lens=(32,),
+        kv_lens=(33,),
+        heads=1,
+        sm_scale=0.14468,
+        page_size=3,
+        dtype="float16",
+        kv_dtype="fp8_ds_mla",
+        mask="dense",
+        new_kv=True,
+    )
+    arguments = build(case, seed)
+    tiles = dataclasses.replace(NARROW_DS_MLA, nsplit=1)
+    out, lse = emulator.mla_verify(**arguments, tiles=tiles, out_dtype="float32")
+    found = compare(out, lse, *oracle.mla_verify(**arguments), tolerance("float16", "float32", partials=True))
+    assert found.passed, found

@@ -670,7 +670,7 @@ def _move(trial: _Trial) -> bool:
     expected = [moved(layer, src[:n], dst[:n]) for layer in layers]
     there = [place.put(layer.copy()) for layer in layers]
     count = None if n is None else place.put(np.array([n], np.int32))
-    if trial.chance(0.3):
+    if src.size and trial.chance(0.3):
         array = trial.pick(src, dst)
         array[rng.integers(array.size)] = trial.pick(slots, -2, 2**31 - 1, -(2**31))
         try:
