@@ -1245,7 +1245,7 @@ def test_fresh_results_are_handed_over_in_the_library_of_q(monkeypatch: pytest.M
 
 def test_run_needs_an_update() -> None:
     plan = VerifyPlan(**CAPACITY)
-    with pytest.raises(InvalidArgumentError, match=r"run\(\) has nothing to do yet; call update\(\) first"):
+    with pytest.raises(InvalidArgumentError, match=r"run\(\) has nothing to do: call update\(\) first"):
         plan.run(rows(3, 8), rows(50))
 
 
