@@ -58,12 +58,10 @@ def verify(case: Case, config: KernelConfig | None, *, splits: int | None = None
     return run
 
 
-def planned(case: Case, config: Any, num_sms: int) -> Scenario:
+def planned(case: Case, config: Any, num_sms: int, **more: Any) -> Scenario:
     """Make a scenario of an update and a run of a plan."""
     arguments = build(case, 16)
-    plan = emulator.VerifyPlan(
-        **plan_arguments(case, tiles=config, num_sms=num_sms, kv_dtype=case.kv_dtype, logit_cap=case.logit_cap)
-    )
+    plan = emulator.VerifyPlan(**plan_arguments(case, tiles=config, num_sms=num_sms, kv_dtype=case.kv_dtype, **more))
     names = ("kv_lens", "qo_indptr", "kv_indptr", "kv_indices")
     update = {name: arguments[name] for name in names} | (
         {"mask": arguments["mask"]} if not isinstance(arguments["mask"], str) else {}
@@ -72,6 +70,7 @@ def planned(case: Case, config: Any, num_sms: int) -> Scenario:
 
     def run(seed: int) -> bytes:
         plan.seed = seed
+        plan._memory[:] = 0xFF  # or what a run forgets would be there from the one before
         plan.update(**update)
         out, lse = plan.run(**given)
         return bytes(out.tobytes() + lse.tobytes())
@@ -181,7 +180,9 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
     },
     "combine_planned": {
         "few pieces": lambda: planned(MANY, NARROW, 2),
-        "many pieces": lambda: planned(replace(MANY, kv_lens=(600, 5, 500, 0, 40)), NARROW, 60),
+        "pieces for several warps": lambda: planned(
+            replace(MANY, q_lens=(8,), kv_lens=(1000,)), ROWS_64, 7, out_dtype="float32"
+        ),
     },
     "mask": {
         name: (lambda name=name: packed(name))

@@ -42,8 +42,8 @@ Array = npt.NDArray[Any]
 Rng = np.random.Generator
 Put = Callable[[Any], Any]
 
-BLOCK: Final = 20
-"""Trials that share their builds."""
+BLOCKS: Final = {"emulator": 20, "gpu": 150}
+"""Trials that share their builds: NVRTC takes longer than the host's compiler, and a GPU less time for a trial."""
 
 PLAN_STEPS: Final = 3
 _PAIRS: Final = {"emulator": 30_000, "gpu": 1_000_000}
@@ -232,7 +232,7 @@ def run_trial(place: Place, seed: int, number: int, tally: Tally) -> Finding | N
     tally : Tally
     """
     kind = kind_of(seed, number)
-    fixed = np.random.default_rng([seed, 1, number // BLOCK, KINDS.index(kind)])
+    fixed = np.random.default_rng([seed, 1, number // BLOCKS[place.kind], KINDS.index(kind)])
     trial = _Trial(place, fixed, np.random.default_rng([seed, 2, number]))
     reason = ""
     try:
@@ -560,7 +560,7 @@ def _spoil(trial: _Trial, arguments: dict[str, Any], options: dict[str, Any]) ->
     if way == "value" and array.size:
         place = int(trial.rng.integers(array.size))
         value = int(trial.pick(*_INTEGERS, *(() if array.dtype.itemsize < 8 else (2**32, -(2**63), 2**63 - 1))))
-        array.flat[place] = value
+        array.flat[place] = np.array(value).astype(array.dtype)
         arguments[name] = array
         return f"{name}.flat[{place}] = {value}"
     if way == "order":
