@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mlaflash.errors import (
+    BusyError,
     CacheMissError,
     CaptureError,
     CommunicationError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BusyError",
     "CacheMissError",
     "CaptureError",
     "CommunicationError",

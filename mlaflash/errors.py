@@ -121,6 +121,10 @@ class CommunicationError(MlaFlashError, RuntimeError):
     """Ranks that compute together cannot reach each other: one is gone, or did not come in time."""
 
 
+class BusyError(MlaFlashError, RuntimeError):
+    """A plan is in the hands of another thread."""
+
+
 class EmulatorError(MlaFlashError, RuntimeError):
     """The emulator caught a kernel doing something that is wrong on a GPU.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from mlaflash import cost, mask_pack
 from mlaflash.attention import Export, output_views
 from mlaflash.checks import choice, finite, integer, is_number
 from mlaflash.device import Device
-from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
+from mlaflash.errors import BusyError, InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
 from mlaflash.mask_formats import words_per_row
 from mlaflash.mask_source import MaskSource
@@ -312,6 +313,25 @@ def check_capacity(
     )
 
 
+class _Turn:
+    """Lets one thread in, and refuses others meanwhile: what they would change, the first one is about to launch."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise BusyError(
+                "another thread is in update() or run() of this plan. Give each thread a plan of its own, or hold a "
+                "lock from update() to the last run() of a step."
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
 class VerifyPlan:
     """Verify steps of a fixed capacity, for serving engines: plan once, then update and run each step.
 
@@ -323,7 +343,14 @@ class VerifyPlan:
     The schedule is made on the device (`kernels/plan.cu`): as many blocks as run at once share the KV of the batch
     evenly, whatever the lengths, so that a graph captured with short requests replays at full speed with long ones.
 
-    A plan is for one stream at a time: `run` reads what the `update` before it wrote.
+    A plan is for one stream and one thread at a time: `run` reads what the `update` before it wrote. Threads with a
+    plan and a stream of their own need no lock. Threads that share one must hold a lock from `update` to the last `run`
+    of a step; a call that comes while another thread is inside one is refused, but not a `run` behind somebody else's
+    `update`.
+
+    An `update` that is refused leaves the step before it in force. One that fails later, as when the driver refuses a
+    launch, leaves none: `run` then asks for another `update`. After a `run` that failed, `out` and `lse` hold nothing
+    that counts, and the same `run` may be tried again.
 
     Parameters
     ----------
@@ -461,6 +488,7 @@ class VerifyPlan:
             self._pointers = {name: backend.locate(piece)[0] for name, piece in self._pieces.items()}
             self._page_ids = self._pointers["page_ids"]
             self._ids_array = self._pieces["page_ids"]
+            self._turn = _Turn()
             self._is_updated = False
             self._uniform: tuple[int, int] | None = None  # requests and query tokens of each, without qo_indptr
             self._known: Recent[Reusable] = Recent()
@@ -519,9 +547,11 @@ class VerifyPlan:
             Rank, length, dtype or device of an array, or more than the plan's capacity.
         InvalidArgumentError
             Arguments that do not go together, or with the plan.
+        BusyError
+            Another thread is in a call of this plan.
         """
         backend, capacity = self._backend, self.capacity
-        with backend.scope():
+        with self._turn, backend.scope():
             stream = backend.stream(stream, kv_lens)
             lens = vector(backend.view, "kv_lens", kv_lens, ("int32",))
             batch = lens.shape[0]
@@ -546,6 +576,8 @@ class VerifyPlan:
                 self._validate(lens, indptr, q_len, kv_ptrs, ids)
             # The mask first, which may be refused: then the last update is still in force.
             self._take_mask(mask, qo_indptr, q_len, batch, tail_lens, stream)
+            # What fails from here on leaves some of both steps.
+            self._is_updated = False
             self._take_ids(ids, kv_ptrs is None, stream)
             fields: dict[str, Any] = {
                 "kv_lens": lens.ptr,
@@ -701,11 +733,13 @@ class VerifyPlan:
         ShapeError
             An array does not fit the plan.
         InvalidArgumentError
-            There was no `update`.
+            There was no `update`, or the last one failed.
+        BusyError
+            Another thread is in a call of this plan.
         """
         backend = self._backend
         first = q[0] if isinstance(q, tuple | list) and q else q
-        with backend.scope():
+        with self._turn, backend.scope():
             self._check_rows(first)
             stream = backend.stream(stream, first)
             makes_out, makes_lse, export = out is None, lse is None, None
@@ -752,7 +786,7 @@ class VerifyPlan:
     def _check_rows(self, q: Any) -> None:
         """Refuse a q that has fewer query tokens than the last update planned, where the host knows their number."""
         if not self._is_updated:
-            raise InvalidArgumentError("run() has nothing to do yet; call update() first.")
+            raise InvalidArgumentError("run() has nothing to do: call update() first, again if the last one failed.")
         shape = getattr(q, "shape", None)
         if shape is None:
             self._backend.view("q", q)  # says what it is

@@ -675,7 +675,7 @@ def one_token_axis(array: ArrayView) -> ArrayView:
     (batch, q_len), (over_requests, over_tokens) = array.shape[:2], array.strides[:2]
     if q_len == 1:
         return array._replace(strides=(over_requests, over_requests, *array.strides[2:]))
-    if batch > 1 and over_requests != q_len * over_tokens:
+    if batch > 1 and q_len > 0 and over_requests != q_len * over_tokens:
         raise ShapeError(
             f"{array.name} has strides {array.strides} (in elements) over shape {array.shape}; its first two axes "
             "must be one run of tokens in memory. Copy it, or pass flat tokens with qo_indptr."
@@ -935,9 +935,16 @@ def _validate_mask(problem: Problem, q_lens: np.ndarray[Any, Any]) -> None:
 
 
 def _validate_pages(problem: Problem, kv_lens: np.ndarray[Any, Any], q_lens: np.ndarray[Any, Any]) -> None:
-    if problem.page_ids is None:
-        return  # page b is request b; kv_lens are within it
     cached = np.maximum(kv_lens - q_lens, 0) if problem.new_kv is not None else kv_lens
+    if problem.page_ids is None:
+        long = cached > problem.page_size
+        if long.any():
+            request = _first(long)
+            raise InvalidArgumentError(
+                f"kv_lens[{request}] leaves {cached[request]} tokens to the cache, whose page {request} holds "
+                f"{problem.page_size}."
+            )
+        return
     check_pages(problem.page_ids, problem.kv_indptr, cached, problem.page_size, problem.num_pages)
 
 

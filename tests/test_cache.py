@@ -367,8 +367,8 @@ def start_worker(root: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def test_g1_eight_processes_on_an_empty_cache_all_succeed(toy_root, folder):
-    workers = [start_worker(toy_root, folder, "wait") for _ in range(8)]
+def test_g1_sixteen_processes_on_an_empty_cache_all_succeed(toy_root, folder):
+    workers = [start_worker(toy_root, folder, "wait") for _ in range(16)]
     for worker in workers:
         worker.stdin.close()
     answers = []

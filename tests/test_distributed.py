@@ -7,8 +7,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from mask_cases import NAMES, Batch, encode
-from plan_cases import judge
 from ranks import RAGGED, SCALE, THREE, TWO, Problem, solve, tokens_of
 
 from mlaflash import TreeMask, emulator, mask_pack
@@ -18,6 +16,8 @@ from mlaflash.distributed.plan import Lanes
 from mlaflash.emulator import SharedMemory, correct_partial, merge_partials, run_kernel, shard_mask
 from mlaflash.errors import CommunicationError, InvalidArgumentError, LaunchError, ShapeError, UnsupportedError
 from mlaflash.jit import compile_kernel
+from mlaflash.lab.mask_inputs import NAMES, Batch, encode
+from mlaflash.lab.plan_inputs import judge
 from mlaflash.lab.ranks import run_ranks
 from mlaflash.mma_tiles import NARROW
 from mlaflash.sharding import Sharding

@@ -8,7 +8,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from plan_cases import judge
 from ranks import RAGGED, TWO, Problem
 from test_distributed import partials
 
@@ -25,6 +24,7 @@ from mlaflash.distributed import (
     shard_mask,
 )
 from mlaflash.errors import CommunicationError, LaunchError
+from mlaflash.lab.plan_inputs import judge
 from mlaflash.lab.ranks import free_address, run_ranks
 from mlaflash.mma_tiles import NARROW
 

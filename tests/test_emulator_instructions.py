@@ -290,6 +290,12 @@ def test_lg2(run: Run, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(arithmetic(run, 1, special), expected, rtol=2.0**-22)
 
 
+def test_the_maximum_of_two_zeros_is_the_positive_one(run: Run) -> None:
+    zeros = np.array([0.0, -0.0, 0.0, -0.0, -1.0, -0.0], np.float32)
+    others = np.array([-0.0, 0.0, 0.0, -0.0, -0.0, np.nan], np.float32)
+    assert np.signbit(arithmetic(run, 4, zeros, others)).tolist() == [False, False, False, True, True, True]
+
+
 def test_tanh(run: Run, rng: np.random.Generator) -> None:
     x = np.concatenate([rng.standard_normal(500) * 3, [0, 100, -100, np.inf, -np.inf, np.nan]]).astype(np.float32)
     got = arithmetic(run, 2, x)

@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fp8_cases import BASE, CASES, E4M3, FORMATS, READERS, judge, numbers
-from plan_cases import plan_arguments
 from verify_cases import SCALE, assert_same
 
 import mlaflash
@@ -16,6 +15,7 @@ from mlaflash import Device, VerifyShape, emulator, oracle
 from mlaflash.errors import InvalidArgumentError, ShapeError, TileError, UnsupportedError
 from mlaflash.interop import numpy_view
 from mlaflash.lab.inputs import KV_SCALE, Case, build
+from mlaflash.lab.plan_inputs import plan_arguments
 from mlaflash.lab.target import read_problem
 from mlaflash.mma_tiles import NARROW_PAIR, ROWS_64, ROWS_64_ROLES, MmaNarrowConfig
 from mlaflash.params import DS_MLA_BYTES, FP8_CODES, row_bytes

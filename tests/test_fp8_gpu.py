@@ -7,11 +7,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fp8_cases import BASE, CASES, FORMATS, READERS, judge
-from plan_cases import plan_arguments
 
 import mlaflash
 from mlaflash import TreeMask, VerifyPlan
 from mlaflash.lab.inputs import KV_SCALE, Case, build
+from mlaflash.lab.plan_inputs import plan_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The pynvml package:FutureWarning")]
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_cases import NAMES, Array, compaction, ids, moved, random_layers
 
 from mlaflash import Device, TreeMask, emulator, kv, spec
 from mlaflash.emulator import Report, run_kernel
@@ -20,6 +19,7 @@ from mlaflash.jit.compiler import compile_sources
 from mlaflash.jit.sources import read
 from mlaflash.kv import compact, move
 from mlaflash.kv.move import MOST_STAGE_BYTES, WAYS, WORDS, Pool, choose_geometry, cut_for_scratch, defines
+from mlaflash.lab.move_inputs import NAMES, Array, compaction, ids, moved, random_layers
 
 some = settings(max_examples=40, deadline=None)
 BF16, FP8_ROW, FP8_SCALED_ROW = 1152, 576, 656

@@ -5,11 +5,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from kv_cases import NAMES, Array, ids, moved, random_layers
 
 import mlaflash
 from mlaflash import CaptureError, Device, InvalidArgumentError, TreeMask, emulator, jit, kv, spec
 from mlaflash.kv import compact, move
+from mlaflash.lab.move_inputs import NAMES, Array, ids, moved, random_layers
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mask_cases import GARBAGE, NAMES, Array, Batch, encode, flat, widened
 
 from mlaflash import Device, MaskSource, TreeMask, emulator
 from mlaflash.emulator import Report, run_kernel
@@ -18,6 +17,7 @@ from mlaflash.interop import ArrayView, numpy_view
 from mlaflash.jit import compile_kernel
 from mlaflash.jit.compiler import compile_sources
 from mlaflash.jit.sources import read
+from mlaflash.lab.mask_inputs import GARBAGE, NAMES, Array, Batch, encode, flat, widened
 from mlaflash.mask_pack import FORMAT_CODES, MASK_PARAMS_DTYPE, build, defines, shared_bytes
 
 requests = st.tuples(

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mask_cases import NAMES, Array, Batch, encode, widened
 
 import mlaflash
 from mlaflash import CaptureError, Device, MaskSource, TreeMask, jit, pack_mask
+from mlaflash.lab.mask_inputs import NAMES, Array, Batch, encode, widened
 from mlaflash.mask_pack import FORMAT_CODES, defines, shared_bytes
 
 pytestmark = pytest.mark.gpu

@@ -13,21 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mask_cases import Batch, encode
-from plan_cases import (
-    BUILDS,
-    FORMATS,
-    HEADS,
-    MAX_BATCH,
-    PAGE_SIZES,
-    TILES,
-    Build,
-    bitpacked,
-    expect,
-    plan_arguments,
-    random_setup,
-    random_step,
-)
+from plan_cases import expect
 from verify_cases import CASES, SCALE, assert_same
 
 from mlaflash import Device, MaskSource, TreeMask, merge_states
@@ -36,6 +22,20 @@ from mlaflash.emulator.plan import EmulatorBackend
 from mlaflash.errors import EmulatorError, InvalidArgumentError, ShapeError, TileError, UnsupportedError
 from mlaflash.jit import compile_kernel, sources
 from mlaflash.lab.inputs import Case, build
+from mlaflash.lab.mask_inputs import Batch, encode
+from mlaflash.lab.plan_inputs import (
+    BUILDS,
+    FORMATS,
+    HEADS,
+    MAX_BATCH,
+    PAGE_SIZES,
+    TILES,
+    Build,
+    bitpacked,
+    plan_arguments,
+    random_setup,
+    random_step,
+)
 from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, MmaNarrowConfig
 from mlaflash.plan import check_capacity, choose_work, plan_launch, run_launches
 from mlaflash.tiles import TileConfig
@@ -1245,7 +1245,7 @@ def test_fresh_results_are_handed_over_in_the_library_of_q(monkeypatch: pytest.M
 
 def test_run_needs_an_update() -> None:
     plan = VerifyPlan(**CAPACITY)
-    with pytest.raises(InvalidArgumentError, match=r"run\(\) has nothing to do yet; call update\(\) first"):
+    with pytest.raises(InvalidArgumentError, match=r"run\(\) has nothing to do: call update\(\) first"):
         plan.run(rows(3, 8), rows(50))
 
 

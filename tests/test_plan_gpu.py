@@ -8,13 +8,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from mask_cases import Batch, encode, widened
-from plan_cases import BUILDS, TILES, Build, expect, judge, plan_arguments, random_setup, random_step
+from plan_cases import expect
 from verify_cases import CASES, SCALE
 
 import mlaflash
 from mlaflash import Device, MaskSource, TreeMask, VerifyPlan, jit, oracle
 from mlaflash.lab.inputs import Case, build
+from mlaflash.lab.mask_inputs import Batch, encode, widened
+from mlaflash.lab.plan_inputs import BUILDS, TILES, Build, judge, plan_arguments, random_setup, random_step
 from mlaflash.mma_tiles import NARROW, ROWS_64
 from mlaflash.plan import plan_launch, run_launches
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mlaflash import emulator, spec
 from mlaflash.errors import InvalidArgumentError, ShapeError
+from mlaflash.lab.fuzz import greedy_walk
 from mlaflash.mask_formats import parents_to_retrieve
 
 Array = npt.NDArray[Any]
@@ -25,18 +26,6 @@ def random_parents(batch: int, size: int, rng: np.random.Generator) -> Array:
     for i in range(1, size):
         parents[:, i] = rng.integers(0, i, batch)
     return parents
-
-
-def walk(draft: list[int], target: list[int], parents: list[int], depth: int) -> tuple[list[int], int]:
-    """Follow the target's choices down from the root; of children alike, the first."""
-    path = [0]
-    while len(path) <= depth:
-        at = path[-1]
-        fitting = [i for i in range(1, len(draft)) if parents[i] == at and draft[i] == target[at]]
-        if not fitting:
-            break
-        path.append(fitting[0])
-    return path, target[path[-1]]
 
 
 # --- greedy ----------------------------------------------------------------------------------------------------------
@@ -67,7 +56,7 @@ def test_greedy_is_a_walk_along_the_targets_choices(
     most = size - 1 if depth is None else min(depth, size - 1)
     assert result.accept_index.shape == (batch, most + 1)
     for b in range(batch):
-        path, bonus = walk(draft[b].tolist(), target[b].tolist(), parents[b].tolist(), most)
+        path, bonus = greedy_walk(draft[b].tolist(), target[b].tolist(), parents[b].tolist(), most)
         padded = [b * size + i for i in path] + [-1] * (most + 1 - len(path))
         assert result.accept_index[b].tolist() == padded
         assert (result.accept_lens[b], result.bonus[b]) == (len(path), bonus)

@@ -158,7 +158,8 @@ DEVICE float ex2(float x) { return emulator::flushed(exp2f(emulator::flushed(x))
 DEVICE float lg2(float x) { return log2f(emulator::flushed(x)); }
 DEVICE float tanh_f32(float x) { return tanhf(x); }
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
-DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+// fmaxf may give either zero; the instruction gives the positive one.
+DEVICE float max_f32(float a, float b) { return a != b ? fmaxf(a, b) : std::signbit(a) ? b : a; }
 DEVICE float ceil_f32(float x) { return ceilf(x); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 DEVICE i64 mad_wide_i32(i32 a, i32 b, i64 c) { return (i64)a * b + c; }

@@ -13,6 +13,7 @@ from mlaflash.commands.bench import bench
 from mlaflash.commands.cache import cache
 from mlaflash.commands.check import check
 from mlaflash.commands.compile import compile_
+from mlaflash.commands.fuzz import fuzz
 from mlaflash.commands.info import info
 from mlaflash.commands.inspect import inspect
 from mlaflash.commands.options import FAILED, exit_status
@@ -51,5 +52,5 @@ def main() -> None:
     """
 
 
-for _command in (check, bench, sweep, report, plan, compile_, inspect, sglang_check, info, cache):
+for _command in (check, fuzz, bench, sweep, report, plan, compile_, inspect, sglang_check, info, cache):
     main.add_command(_command)

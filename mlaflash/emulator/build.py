@@ -15,13 +15,15 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlaflash.errors import CacheMissError, CompileError, MissingDependencyError
+from mlaflash.errors import CacheMissError, CompileError, MissingDependencyError, MlaFlashError
 from mlaflash.jit import sources
 from mlaflash.jit.cache import make_key, open_cache
+from mlaflash.jit.compiler import define_options
 from mlaflash.settings import compiler_override, settings
 
 SUFFIX = ".so"
@@ -158,7 +160,7 @@ def compile_library(kernel: str | Path, defines: Mapping[str, int], *, options: 
     # Reports name files as a reader knows them, and the library does not depend on where the sources lie.
     named = [f"-fmacro-prefix-map={folder}={short}" for folder, short in ((path.parent, "."), (root, "kernels"))]
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="mlaflash-") as folder:
+    with _scratch(), tempfile.TemporaryDirectory(prefix="mlaflash-") as folder:
         library = Path(folder) / f"kernel{SUFFIX}"
         result = _run([*arguments, *named, f"-I{root / 'include'}", "-o", str(library), str(path)])
         seconds = time.perf_counter() - started
@@ -204,6 +206,7 @@ def load_library(kernel: str | Path, defines: Mapping[str, int]) -> ctypes.CDLL:
         The cache folder is a file.
     """
     path = source_path(kernel)
+    options = _options(defines)
     constants = "".join(f"-{name.lower()}{value}" for name, value in sorted(defines.items()))
     command = find_compiler()
     key = make_key(
@@ -211,7 +214,7 @@ def load_library(kernel: str | Path, defines: Mapping[str, int]) -> ctypes.CDLL:
         {
             "kernel": path.stem,
             "sources": _digest(path),
-            "options": _options(defines),
+            "options": options,
             "compiler": [*command, _version(command)],
             "machine": platform.machine(),
         },
@@ -246,16 +249,27 @@ def _load(key: str, path: Path, kernel: str | Path, defines: Mapping[str, int]) 
             return ctypes.CDLL(str(cache.payload_path(key)))
         except OSError as error:
             _log.info("cannot load %s (%s)", cache.payload_path(key), error)
-    with tempfile.NamedTemporaryFile(prefix="mlaflash-", suffix=SUFFIX) as file:
+    with _scratch(), tempfile.NamedTemporaryFile(prefix="mlaflash-", suffix=SUFFIX) as file:
         file.write(compiled.payload)
         file.flush()
         # The mapping outlives the name.
         return ctypes.CDLL(file.name)
 
 
+@contextmanager
+def _scratch() -> Iterator[None]:
+    """Say what to do where the folder for temporary files does not do."""
+    try:
+        yield
+    except OSError as error:
+        raise MlaFlashError(
+            f"the emulator cannot use the folder for temporary files: {error}. Make room there, or set TMPDIR to a "
+            "folder that can be written and whose files can be executed."
+        ) from error
+
+
 def _options(defines: Mapping[str, int]) -> tuple[str, ...]:
-    constants = tuple(f"-DMLAFLASH_{name}={value}" for name, value in sorted(defines.items()))
-    return (*OPTIONS, *constants)
+    return (*OPTIONS, *define_options(defines))
 
 
 def _digest(path: Path) -> str:

@@ -3,7 +3,7 @@
 Any number of processes may use one folder at once, without a lock: a file appears whole by an
 atomic rename, and each process goes on with the bytes that it has in memory. Beside a payload lies
 a JSON file with its digest; a payload that does not agree with it, in part written or put there by
-something else, is not used.
+something else, is not used. Nor is a folder that another user can write: what is loaded runs.
 """
 
 import hashlib
@@ -12,12 +12,14 @@ import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlaflash.errors import InvalidArgumentError, MlaFlashError
+from mlaflash.jit.trust import distrust, make_folder
 from mlaflash.settings import cache_settings
 
 SCHEMA = 1
@@ -96,10 +98,13 @@ class CubinCache:
         Returns
         -------
         tuple of bytes and dict, or None
-            The payload and what was stored about it; None where there is none that is whole.
+            The payload and what was stored about it; None where there is none that is whole, or the folder is not
+            trusted.
         """
+        if self.refusal() is not None:
+            return None
         try:
-            payload = self.payload_path(key).read_bytes()
+            payload = _read(self.payload_path(key))
         except OSError:
             return None
         record = self._record(key)
@@ -121,8 +126,10 @@ class CubinCache:
         Returns
         -------
         bool
-            False where the folder cannot be written, which is warned about once.
+            False where the folder cannot be written or is not trusted, which is warned about once.
         """
+        if self.refusal() is not None:
+            return False
         record = {
             "schema": SCHEMA,
             "key": key,
@@ -130,7 +137,9 @@ class CubinCache:
             "info": dict(info),
         }
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
+            if self.refusal() is not None:  # somebody else has made it meanwhile
+                return False
             # The record goes first: a payload without one would be a miss until somebody stores it
             # again.
             self._publish(self._record_path(key), json.dumps(record, indent=1, sort_keys=True).encode())
@@ -147,6 +156,25 @@ class CubinCache:
                 )
             return False
         return True
+
+    def refusal(self) -> str | None:
+        """Say why the folder is not used, which is warned about once; None where it is.
+
+        Returns
+        -------
+        str or None
+        """
+        reason = distrust(self.path)
+        if reason is not None and self.path not in _warned:
+            _warned.add(self.path)
+            _log.warning(
+                "the cache folder %s is not used, because %s and could give this user kernels to run; compiled kernels "
+                "last for this process only. Change owner and mode, set MLAFLASH_CACHE_DIR to a folder that you alone "
+                "can write, or to the empty string for no cache.",
+                self.path,
+                reason,
+            )
+        return reason
 
     def entries(self) -> list[CacheEntry]:
         """List what is stored, by key; a file without a record is left out."""
@@ -218,8 +246,8 @@ class CubinCache:
 
     def _record(self, key: str) -> dict[str, Any] | None:
         try:
-            record = json.loads(self._record_path(key).read_bytes())
-        except (OSError, ValueError):
+            record = json.loads(_read(self._record_path(key)))
+        except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("key") != key:
             return None
@@ -236,6 +264,14 @@ class CubinCache:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _read(path: Path) -> bytes:
+    """Read a regular file; anything else, such as a pipe that nobody writes to, is an error and no wait."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no regular file")
+        return file.read()
 
 
 def make_key(label: str, parts: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlaflash.errors import CacheMissError
 from mlaflash.jit import sources
-from mlaflash.jit.cache import make_key, open_cache
+from mlaflash.jit.cache import CubinCache, make_key, open_cache
 from mlaflash.jit.compiler import CompiledKernel, compile_options, compile_sources, nvrtc_version
 from mlaflash.params import DTYPE_CODES
 from mlaflash.settings import settings
@@ -131,14 +131,16 @@ def compile_cached(
             return replace(_compiled[key], cached=True, seconds=0.0)
         cache = open_cache()
         stored = cache.get(key) if cache else None
-        compiled = _from_record(*stored) if stored else None
+        compiled = (
+            _from_record(*stored, asked={"kernel": kernel, "arch": arch, "defines": dict(defines)}) if stored else None
+        )
         if compiled is not None:
             with _state_lock:
                 counters.disk_hits += 1
         elif configured.disable_jit and not ahead_of_time:
             raise CacheMissError(
                 f"kernel {kernel!r} for {arch} with {dict(defines)} is not in the cache "
-                f"({cache.path if cache else 'which is switched off'}) and MLAFLASH_DISABLE_JIT "
+                f"({_state(cache)}) and MLAFLASH_DISABLE_JIT "
                 f"forbids to compile it. Fill the cache with: {_filling(defines, arch)}; for tiles that a call or a "
                 "plan names, make it once without MLAFLASH_DISABLE_JIT."
             )
@@ -161,6 +163,14 @@ def compile_cached(
                 cache.put(key, compiled.cubin, _to_record(compiled, options))
         _compiled[key] = compiled
     return compiled
+
+
+def _state(cache: CubinCache | None) -> str:
+    """Say where the cache is, or why there is none."""
+    if cache is None:
+        return "which is switched off"
+    reason = cache.refusal()
+    return str(cache.path) if reason is None else f"{cache.path}, which is not used because {reason}"
 
 
 def _filling(defines: Mapping[str, int], arch: str) -> str:
@@ -196,9 +206,9 @@ def _to_record(compiled: CompiledKernel, options: tuple[str, ...]) -> dict[str, 
     }
 
 
-def _from_record(cubin: bytes, record: Mapping[str, Any]) -> CompiledKernel | None:
-    """Rebuild a kernel from the cache; None where the record lacks something."""
-    if not {*_RECORDED, "defines"} <= record.keys():
+def _from_record(cubin: bytes, record: Mapping[str, Any], asked: Mapping[str, Any]) -> CompiledKernel | None:
+    """Rebuild a kernel from the cache; None where the record lacks something, or is another kernel's."""
+    if not {*_RECORDED, "defines"} <= record.keys() or any(record[name] != value for name, value in asked.items()):
         return None
     return CompiledKernel(
         **{name: record[name] for name in _RECORDED},

@@ -103,12 +103,6 @@ def compile_options(defines: Mapping[str, int], arch: str, *, lineinfo: bool = F
         The architecture is older than sm_80.
     """
     parse_arch(arch)
-    for name, value in defines.items():
-        if not _NAME.fullmatch(name) or not isinstance(value, int):
-            raise InvalidArgumentError(
-                f"defines holds {name!r}: {value!r}; allowed are upper-case names with integer "
-                f"values, such as {{'HT': 8}}. Rename it or convert the value."
-            )
     return (
         "-std=c++17",
         "-default-device",
@@ -117,8 +111,35 @@ def compile_options(defines: Mapping[str, int], arch: str, *, lineinfo: bool = F
         "--ptxas-options=-v",
         f"-arch={arch}",
         *(("-lineinfo",) if lineinfo else ()),
-        *(f"-DMLAFLASH_{name}={int(value)}" for name, value in sorted(defines.items())),
+        *define_options(defines),
     )
+
+
+def define_options(defines: Mapping[str, int]) -> tuple[str, ...]:
+    """Spell constants as options of a compiler: nothing but a name of capitals and a number gets there.
+
+    Parameters
+    ----------
+    defines : mapping of str to int
+        ``{"HT": 8}`` becomes ``-DMLAFLASH_HT=8``.
+
+    Returns
+    -------
+    tuple of str
+        Sorted.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A constant's name is not upper case, or its value is no integer.
+    """
+    for name, value in defines.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(value, int):
+            raise InvalidArgumentError(
+                f"defines holds {name!r}: {value!r}; allowed are upper-case names with integer "
+                f"values, such as {{'HT': 8}}. Rename it or convert the value."
+            )
+    return tuple(f"-DMLAFLASH_{name}={int(value)}" for name, value in sorted(defines.items()))
 
 
 def nvrtc_version() -> str:

@@ -1,5 +1,6 @@
 """Load a compiled kernel on a GPU and launch it."""
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from mlaflash.jit.cached import compile_cached, counters
 from mlaflash.jit.compiler import CompiledKernel
 
 Grid = tuple[int, int, int]
+
+# Between asking for a function's limit and raising it, another thread must not raise it further.
+_limit_lock = threading.Lock()
 
 
 class Kernel:
@@ -169,12 +173,13 @@ class Kernel:
 
     def _allow(self, shared_bytes: int) -> None:
         """Raise, never lower, the dynamic shared memory of the function that every load shares."""
-        allowed = self._attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES")
-        if shared_bytes > allowed:
-            number = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._driver.funcSetAttribute(self._function.ptr, number, shared_bytes)
-            allowed = shared_bytes
-        self._dynamic_limit = allowed
+        with _limit_lock:
+            allowed = self._attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES")
+            if shared_bytes > allowed:
+                number = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._driver.funcSetAttribute(self._function.ptr, number, shared_bytes)
+                allowed = shared_bytes
+            self._dynamic_limit = allowed
 
     def _refused(self, reason: str, grid: Grid, block: int, shared: int) -> LaunchError:
         return LaunchError(

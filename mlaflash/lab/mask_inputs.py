@@ -1,13 +1,17 @@
 """One batch of masks in every format that `MaskSource` takes, with what the host's converters make of it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mlaflash import MaskSource, TreeMask
+from mlaflash.errors import InvalidArgumentError
 from mlaflash.mask_formats import parents_to_retrieve, words_per_row
+from mlaflash.mask_source import MaskSource
+from mlaflash.masks import TreeMask
 
 Array = np.ndarray[Any, np.dtype[Any]]
 GARBAGE = 2147480000
@@ -23,21 +27,26 @@ class Batch:
 
     @property
     def rng(self) -> np.random.Generator:
+        """A new generator of this batch's seed."""
         return np.random.default_rng(self.seed)
 
     @property
     def num_tokens(self) -> int:
+        """Query tokens of all requests."""
         return sum(self.q_lens)
 
     @property
     def qo_indptr(self) -> Array:
+        """Where the query tokens of each request begin and end."""
         return np.cumsum([0, *self.q_lens]).astype(np.int32)
 
     def dense(self) -> list[Array]:
+        """Give a matrix of random bits for each request."""
         rng = self.rng
         return [rng.random((q_len, q_len)) < 0.5 for q_len in self.q_lens]
 
     def parents(self) -> list[Array]:
+        """Give the parents of the forest of each request."""
         rng = self.rng
         # Close to the token for depth, far away for breadth.
         return [
@@ -63,6 +72,7 @@ class Encoded:
 
 
 def flat(parts: list[Array], dtype: Any) -> Array:
+    """Lay arrays one behind the other."""
     return np.concatenate([np.zeros(0, dtype), *(part.ravel().astype(dtype) for part in parts)])
 
 
@@ -86,6 +96,7 @@ def spread(parts: list[Array], fill: Any) -> tuple[Array, Array]:
 
 
 def flashinfer(batch: Batch, bitorder: Any, dtype: Any, *, with_indptr: bool) -> Encoded:
+    """Write a batch as FlashInfer's packed bits."""
     parts = [np.packbits(grid.ravel(), bitorder=bitorder) for grid in batch.grids()]
     kv_lens = np.add(batch.q_lens, batch.prefix_lens).astype(dtype)
     expected = TreeMask.from_flashinfer(flat(parts, np.uint8), kv_lens, batch.qo_indptr, bitorder=bitorder)
@@ -100,6 +111,7 @@ def flashinfer(batch: Batch, bitorder: Any, dtype: Any, *, with_indptr: bool) ->
 
 
 def sglang_full(batch: Batch, dtype: Any, *, with_indptr: bool) -> Encoded:
+    """Write a batch as SGLang's mask over prefix and draft."""
     grids = batch.grids()
     prefix_lens = np.array(batch.prefix_lens, dtype)
     expected = TreeMask.from_sglang(
@@ -170,7 +182,7 @@ def encode(name: str, batch: Batch, max_q: int, *, wide: bool = False) -> Encode
             return MaskSource.from_sglang(mask, mode="qlen_only")
 
         return Encoded({"mask": mask}, make, TreeMask.from_sglang(mask, mode="qlen_only", qo_indptr=batch.qo_indptr))
-    raise KeyError(name)
+    raise InvalidArgumentError(f"format is {name!r}; known are {', '.join(NAMES)}. Name one of them.")
 
 
 NAMES = (

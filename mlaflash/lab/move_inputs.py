@@ -22,7 +22,7 @@ def ids(name: str, size: int, rng: np.random.Generator) -> Ids:
     if name == "shift_by_many":
         return order, order + max(size // 3, 1)
     if name == "swaps":
-        return order, np.minimum(order ^ 1, size - 1 - (size - 1 - order) % 2) if size % 2 == 0 else np.roll(order, 1)
+        return order, order ^ 1 if size % 2 == 0 else np.roll(order, 1)
     if name == "cycles_of_three":
         size -= size % 3
         cycles = rng.permutation(2 * order.size)[:size].reshape(-1, 3)
