@@ -1010,7 +1010,7 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
     for (int i = 0; i < O_TILES; i++)
 #pragma unroll
       for (int e = 0; e < 4; e++) o[t][i][e] *= TOKEN_SCALES ? ex2(-scales[t].gain.of[e / 2]) : scale;
-    if (KV_GROUPS == 2 && t > 0) block_sync();  // orders the other group's reads of the rings before the next writes
+    if (KV_GROUPS == 2 && t > 0) all_sync();  // orders the other group's reads of the rings before the next writes
     store(p, r, part, rows.first + t * TILE, rows.end, w, softmax[t], o[t]);
   }
 }
@@ -1050,7 +1050,8 @@ DEVICE int attend_item(const VerifyParams& p, int item) {
   const Request r = request_of(w);
   if (w.tiles.begin < w.tiles.end) {
     attend(p, r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles, w.part);
-    FP8 ? all_sync() : block_sync();  // orders this item's reads of shared memory before the next item's writes
+    if constexpr (FP8) block_sync();  // as in all_sync()
+    block_sync();                     // orders this item's reads of shared memory before the next item's writes
   } else if (w.request != -1) {
     store_empty_item<THREADS>(p, w);
   }

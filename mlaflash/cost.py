@@ -25,7 +25,6 @@ from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.mma_tiles import (
     NARROW,
-    NARROW_32_DS_MLA,
     NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
@@ -227,13 +226,6 @@ FP8_ROW_CLASSES: Final = {
     ),
     "fp8_ds_mla": (
         RowClass(NARROW_DS_MLA, start_us=5.6, tile_clocks=920, counts=TileCounts(136, 36, 18_944, 10_752, 8, 0)),
-        RowClass(
-            NARROW_32_DS_MLA,
-            start_us=6.6,
-            tile_clocks=1760,
-            counts=TileCounts(272, 36, 51_712, 10_752, 8, 0),
-            takes_lists=False,
-        ),
     ),
 }
 """The same for caches of 8 bits, by what these hold. Times of a tile were measured; those of a start are the 16-bit

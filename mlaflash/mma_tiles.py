@@ -303,9 +303,6 @@ NARROW_32_E4M3: Final = MmaNarrowConfig(kv_groups=1, stages=3, exchange_buffers=
 NARROW_DS_MLA: Final = MmaNarrowConfig(stages=3, exchange_buffers=1)
 """Row tiles of 16 over rows of 656 bytes, one block an SM: 77,312 bytes."""
 
-NARROW_32_DS_MLA: Final = MmaNarrowConfig(stages=3, exchange_buffers=1, row_tiles=2, shared_steps=3)
-"""Row tiles of 32 over rows of 656 bytes, one block an SM: 99,840 bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class MmaRolesConfig:

@@ -13,7 +13,6 @@ from mlaflash.jit import compile_kernel
 from mlaflash.lab.inputs import KV_SCALE, Case, build
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import (
-    NARROW_32_DS_MLA,
     NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
@@ -39,7 +38,7 @@ BUILDS = {
     "narrow-32": (E4M3, NARROW_32_E4M3),
     "roles": (E4M3, ROLES_E4M3),
     "narrow-ds": (DS_MLA, NARROW_DS_MLA),
-    "narrow-ds-32": (DS_MLA, NARROW_32_DS_MLA),
+    "narrow-ds-32": (DS_MLA, MmaNarrowConfig(stages=3, exchange_buffers=1, row_tiles=2, shared_steps=3)),
 }
 
 
