@@ -67,7 +67,7 @@ def test_eight_threads_with_a_plan_each() -> None:
     plans = [make() for _ in range(THREADS)]
 
     def work(number: int) -> None:
-        for step in range(3):
+        for step in range(2):
             mine = build(CASE, 10 * number + step)
             update(plans[number], mine)
             expect(run(plans[number], mine), mine)
@@ -77,7 +77,7 @@ def test_eight_threads_with_a_plan_each() -> None:
 
 def test_eight_threads_that_make_calls() -> None:
     def work(number: int) -> None:
-        for step in range(3):
+        for step in range(2):
             mine = build(replace(CASE, kv_lens=(20 + number, 9)), 10 * number + step)
             expect(mla_verify(**mine, tiles=NARROW), mine)
 

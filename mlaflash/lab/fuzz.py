@@ -462,7 +462,7 @@ def _laid(trial: _Trial, name: str, value: Any) -> Any:
         return put(np.ascontiguousarray(value.transpose(axes))).transpose(axes)
     if way == "one head" and name == "kv_cache" and value.ndim == 3 and value.shape[-1] > DL:
         value = value[:, :, None]
-    return put(np.ascontiguousarray(value))
+    return put(value)
 
 
 def _sparse(trial: _Trial) -> bool:
