@@ -1,9 +1,9 @@
-// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head) of one request over one
-// split of its KV, and reads every KV row once for all of them.
+// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head), or over 8 bits 32, of
+// one request over one split of its KV, and reads every KV row once for all of them.
 //
-// Grid:   x = ceil(max_q_len * H / 16) row tiles, y = split, z = request; PLANNED x = work_blocks.
-// Block:  128 * KV_GROUPS threads.
-// Shared: KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
+// Grid:   x = ceil(max_q_len * H / ROWS) row tiles, y = split, z = request; PLANNED x = work_blocks.
+// Block:  32 * COLUMN_WARPS * KV_GROUPS threads.
+// Shared: in 16 bits KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
 // Idea:   four warps share the 16 rows of a KV group; each owns 128 latent and 16 rope columns, 288 bytes of a KV row.
 //         They are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes
 //         that it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps
@@ -12,11 +12,10 @@
 // Source: the online softmax over KV tiles of FlashAttention (arXiv:2205.14135), split over KV as in Flash-Decoding.
 #include "mma_fp8.cuh"
 
-constexpr int COLUMN_WARPS = 4;
 constexpr int WARPS = KV_GROUPS * COLUMN_WARPS;
 constexpr int THREADS = WARPS * WARP;
-constexpr int MIN_BLOCKS = KV_GROUPS == 2 ? 1 : FP8 && STEP_TILES == 1 ? 3 : 2;
 constexpr int STEP = STEP_TILES * TILE;  // tokens that a group takes at once
+constexpr int ROWS = ROW_TILES * TILE;
 
 // A warp's slice of a q row, and of a KV row where that has 16 bits.
 constexpr int Q_LATENT_BYTES = DL / COLUMN_WARPS * 2;
@@ -26,7 +25,8 @@ constexpr int Q_PITCH = Q_LATENT_BYTES + Q_ROPE_BYTES;
 // hit all 32 banks; with TOKEN_SCALES the last 16 bytes hold the token's scale of the warp's columns.
 constexpr int LATENT_BYTES = Q_LATENT_BYTES / (FP8 ? 2 : 1);
 constexpr int ROPE_BYTES = Q_ROPE_BYTES / (KV_DTYPE == FLOAT8_E4M3 ? 2 : 1);
-constexpr int PITCH = LATENT_BYTES + ROPE_BYTES + (TOKEN_SCALES ? 16 : 0);
+constexpr int SLICE_BYTES = LATENT_BYTES + ROPE_BYTES + (TOKEN_SCALES ? 16 : 0);
+constexpr int PITCH = SLICE_BYTES + (FP8 && SLICE_BYTES / 16 % 2 == 0 ? 16 : 0);
 constexpr int K_STEPS = Q_PITCH / 32;         // products of 16 dims in the warp's part of q K
 constexpr int V_STEPS = Q_LATENT_BYTES / 32;  // 16-column pieces of its part of P V
 constexpr int Q_STEPS = K_STEPS + (TOKEN_SCALES && Q_DTYPE == FLOAT16 ? 1 : 0);  // operands of q, see load_q_fp8()
@@ -38,9 +38,14 @@ static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of t
 static_assert(STAGES >= 2, "one tile is read while the next one is copied");
 static_assert(STEP_TILES == 1 || (STEP_TILES == 2 && FP8), "two tiles of 16 bits leave no registers");
 static_assert(!DETERMINISTIC || !FP8, "no such build");
+static_assert(ROW_TILES == 1 || (ROW_TILES == 2 && FP8 && STEP_TILES == 1), "32 rows of 16 bits are mma_wide's");
+static_assert(COLUMN_WARPS == 4 || (COLUMN_WARPS == 2 && KV_DTYPE == FLOAT8_E4M3 && STEP_TILES * ROW_TILES == 1),
+              "half of the columns of 16 bits, or of two tiles, leave no registers");
+static_assert(SHARED_STEPS == 0 || (ROW_TILES * 4 / COLUMN_WARPS == 2 && SHARED_STEPS < V_STEPS),
+              "steps of q in shared memory");
 static_assert(!TOKEN_SCALES || SCALED_COLUMNS == DL / COLUMN_WARPS, "a warp's columns share a scale");
 static_assert(KV_GROUPS == 1 || !DETERMINISTIC, "a chunk is one chain of tiles");
-static_assert(!PLANNED || PLANNED_ROWS == TILE, "the list has row tiles of this kernel");
+static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
 static_assert(EXCHANGE_BUFFERS == 1 || EXCHANGE_BUFFERS == 2, "one buffer costs a second barrier a tile");
 
 struct Smem {
@@ -48,22 +53,32 @@ struct Smem {
   static constexpr u32 IDS = STEP * PITCH;
   static constexpr u32 STAGE_BYTES = IDS + STEP * 4;
   static constexpr u32 RING_BYTES = STAGES * STAGE_BYTES;
-  static constexpr u32 SCORE_BYTES = WARP * 16;                      // 16 x 8 scores, four a lane
-  static constexpr u32 SCORES_BYTES = STEP_TILES * 2 * SCORE_BYTES;  // a warp's
+  static constexpr u32 SCORE_BYTES = WARP * 16;                                  // 16 x 8 scores, four a lane
+  static constexpr u32 SCORES_BYTES = ROW_TILES * STEP_TILES * 2 * SCORE_BYTES;  // a warp's
   static constexpr u32 BUFFER_BYTES = WARPS * SCORES_BYTES;
   // [WARPS][STAGES] KV tiles; before them q in 16 bits, after them new rows beside an 8-bit cache, and o.
   static constexpr u32 RINGS = 0;
-  // float32 [EXCHANGE_BUFFERS][WARPS][STEP_TILES][2][32][4] partial scores.
+  // float32 [EXCHANGE_BUFFERS][WARPS][ROW_TILES][STEP_TILES][2][32][4] partial scores.
   static constexpr u32 EXCHANGE = RINGS + WARPS * RING_BYTES;
-  static constexpr u32 BYTES = EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;
+  // [COLUMN_WARPS][SHARED_STEPS][ROW_TILES][32] steps of q, 16 bytes a lane.
+  static constexpr u32 Q = EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;
+  // float32 [COLUMN_WARPS][32][4] of two row tiles: see scale_scores().
+  static constexpr u32 UNITS = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * SCORE_BYTES;
+  static constexpr u32 BYTES = UNITS + (ROW_TILES == 2 ? COLUMN_WARPS * SCORE_BYTES : 0);
 };
+constexpr bool IS_LARGE = ROW_TILES * 4 / COLUMN_WARPS == 2;  // a lane has 128 numbers of o
+// As many blocks as registers allow; three of four warps where an sm_120 has room for them.
+constexpr int MIN_BLOCKS = FP8 && WARPS == 4 && !IS_LARGE && 3 * (Smem::BYTES + 1024) <= 102400 ? 3 : 8 / WARPS;
 static_assert(KV_GROUPS == 1 || (FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES,
               "half of o and the softmax state fit a warp's ring");
 
 // A 16-bit slice in shared memory: rows of Q_PITCH bytes, in which the 16-byte chunk c of row r lies at c ^ (r / 4 %
 // 2). Q_PITCH is 8 banks modulo 32, so that rows 0-3 and, moved by a chunk, rows 4-7 of an ldmatrix phase hit all 32
 // banks.
-DEVICE u32 slice_offset_16(int row, int chunk) { return row * Q_PITCH + (chunk ^ (row >> 2 & 1)) * 16; }
+constexpr int PITCH_16 = COLUMN_WARPS == 4 ? Q_PITCH : Q_PITCH + 16;  // wider slices lie an odd multiple of 16 apart
+DEVICE u32 slice_offset_16(int row, int chunk) {
+  return row * PITCH_16 + (COLUMN_WARPS == 4 ? chunk ^ (row >> 2 & 1) : chunk) * 16;
+}
 DEVICE u32 slice_offset(int row, int chunk) { return FP8 ? row * PITCH + chunk * 16 : slice_offset_16(row, chunk); }
 
 struct Warp {
@@ -314,29 +329,29 @@ DEVICE void add_chains(const float (&sums)[2][2][4], float (&s)[2][4]) {
     for (int e = 0; e < 4; e++) s[n][e] = sums[0][n][e] + sums[1][n][e];
 }
 
-template <int N>
-DEVICE void publish_scores(const Warp& w, u32 buffer, const float (&s)[N][2][4]) {
+template <int R, int N>
+DEVICE void publish_scores(const Warp& w, u32 buffer, const float (&s)[R][N][2][4]) {
   // Orders the group's reads of the scores of the tile before, in this same buffer, before the writes below. With two
   // buffers the barrier of that tile already did: whoever passed it had read the tile before that one.
   if constexpr (EXCHANGE_BUFFERS == 1) group_sync(w);
 #pragma unroll
-  for (int i = 0; i < 2 * N; i++) {
-    const float (&x)[4] = s[i / 2][i % 2];
+  for (int i = 0; i < 2 * R * N; i++) {
+    const float (&x)[4] = s[i / (2 * N)][i / 2 % N][i % 2];
     st_shared_f32x4(w.scores + buffer + w.column * Smem::SCORES_BYTES + i * Smem::SCORE_BYTES,
                     {x[0], x[1], x[2], x[3]});
   }
 }
 
-template <int N>
-DEVICE void add_scores(const Warp& w, u32 buffer, float (&s)[N][2][4]) {
+template <int R, int N>
+DEVICE void add_scores(const Warp& w, u32 buffer, float (&s)[R][N][2][4]) {
   group_sync(w);  // orders the partial scores' writes before the reads of all four warps
 #pragma unroll
   for (int c = 1; c < COLUMN_WARPS; c++)
 #pragma unroll
-    for (int i = 0; i < 2 * N; i++) {
+    for (int i = 0; i < 2 * R * N; i++) {
       const u32 other = (w.column + c) % COLUMN_WARPS;
       const f32x4 v = ld_shared_f32x4(w.scores + buffer + other * Smem::SCORES_BYTES + i * Smem::SCORE_BYTES);
-      float (&x)[4] = s[i / 2][i % 2];
+      float (&x)[4] = s[i / (2 * N)][i / 2 % N][i % 2];
       x[0] += v.x;
       x[1] += v.y;
       x[2] += v.z;
@@ -344,13 +359,13 @@ DEVICE void add_scores(const Warp& w, u32 buffer, float (&s)[N][2][4]) {
     }
 }
 
-// Of the tokens, those that `among` has a bit of.
-DEVICE void mask_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, int tile, u32 among,
-                      float (&s)[2][4]) {
+// Of the 16 rows from `first` on, and of the tokens those that `among` has a bit of.
+DEVICE void mask_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, int first, int tile,
+                      u32 among, float (&s)[2][4]) {
   u32 bits[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const int q = r.q_begin + (rows.first + w.lane / 4 + 8 * h) / p.num_heads;
+    const int q = r.q_begin + (first + w.lane / 4 + 8 * h) / p.num_heads;
     bits[h] = visible_bits(p, r, min_int(q, rows.q_last), tile * TILE) & among;
   }
   mask_scores(s, bits);
@@ -367,60 +382,115 @@ DEVICE void add_values(const u32 (&weights)[4], const u32 (&v)[V_STEPS][4], floa
 
 // --- one step over an 8-bit cache ------------------------------------------------------------------------------------
 
-// What an 8-bit build keeps from step to step besides.
+// What an 8-bit build keeps from step to step besides, of a row tile.
 struct Scales {
   float scores[2];  // of the lane's rows, from q K as multiplied to exponents, or to what soft-capping takes
   Gain gain;
 };
 
+// Scores times Scales::scores. Those of two row tiles stay in shared memory for want of registers.
+DEVICE u32 unit_place(const Warp& w) {
+  return shared_base() + Smem::UNITS + w.column * Smem::SCORE_BYTES + w.lane * 16;
+}
+template <int N>
+DEVICE void scale_scores(const Warp& w, const Scales (&scales)[ROW_TILES], float unit, float (&s)[ROW_TILES][N][2][4]) {
+  float of[ROW_TILES][2];
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; t++) of[t][0] = scales[t].scores[0], of[t][1] = scales[t].scores[1];
+  if constexpr (ROW_TILES == 2) {
+    const f32x4 x = ld_shared_f32x4(unit_place(w));
+    of[0][0] = x.x, of[0][1] = x.y, of[ROW_TILES - 1][0] = x.z, of[ROW_TILES - 1][1] = x.w;
+  }
+#pragma unroll
+  for (int i = 0; i < ROW_TILES * N; i++)
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[i / N][i % N][n][e] *= of[i / N][e / 2] * unit;
+}
+
+// q as the A operand. Its first SHARED_STEPS steps stay in shared memory for want of registers, for both groups.
+struct Query {
+  u32 of[ROW_TILES][Q_STEPS - SHARED_STEPS][4];
+  u32 shared;  // the lane's place there
+};
+
+DEVICE void query_operand(const Query& q, int row_tile, int step, u32 (&a)[4]) {
+  if (step < SHARED_STEPS) {
+    const u32x4 x = ld_shared_u32x4(q.shared + (step * ROW_TILES + row_tile) * Smem::SCORE_BYTES);
+    a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; j++) a[j] = q.of[row_tile][step < SHARED_STEPS ? 0 : step - SHARED_STEPS][j];
+  }
+}
+
 constexpr int CODE_LOADS = LATENT_BYTES / 32;  // ldmatrix of 16 tokens x 32 columns
+constexpr bool LATE_VALUES = IS_LARGE;         // they are read from the ring as they are multiplied
+constexpr int CODES_AHEAD = IS_LARGE ? 1 : K_AHEAD;
 
 // The warp's part of q K^T of each tile. With TOKEN_SCALES the scales multiply what the latent columns give; then come
 // the rope columns, in bfloat16.
-DEVICE void partial_scores_fp8(const u32 (&q)[Q_STEPS][4], const Warp& w, u32 stage,
-                               const float (&token_scales)[STEP_TILES][2][2], float (&s)[STEP_TILES][2][4]) {
+DEVICE void partial_scores_fp8(const Query& q, const Warp& w, u32 stage, const float (&token_scales)[STEP_TILES][2][2],
+                               float (&s)[ROW_TILES][STEP_TILES][2][4]) {
   constexpr int LOADS = CODE_LOADS * STEP_TILES;
-  float sums[2][STEP_TILES][2][4] = {};
-  u32 k[K_AHEAD + 1][4];
+  // Two sums where an mma would wait for the one before it.
+  constexpr int CHAINS = ROW_TILES * STEP_TILES == 1 ? 2 : 1;
+  float sums[CHAINS][ROW_TILES][STEP_TILES][2][4] = {};
+  u32 k[CODES_AHEAD + 1][4];
   const u32 keys = w.values + stage;
 #pragma unroll
-  for (int i = 0; i < K_AHEAD; i++) ldmatrix_x4(k[i], keys + i % STEP_TILES * (TILE * PITCH) + i / STEP_TILES * 32);
+  for (int i = 0; i < CODES_AHEAD; i++) ldmatrix_x4(k[i], keys + i % STEP_TILES * (TILE * PITCH) + i / STEP_TILES * 32);
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
-    const int next = i + K_AHEAD, tile = i % STEP_TILES, step = i / STEP_TILES * 2;
+    const int next = i + CODES_AHEAD, tile = i % STEP_TILES, step = i / STEP_TILES * 2;
     if (next < LOADS)
-      ldmatrix_x4(k[next % (K_AHEAD + 1)], keys + next % STEP_TILES * (TILE * PITCH) + next / STEP_TILES * 32);
-    const u32(&codes)[4] = k[i % (K_AHEAD + 1)];  // tokens 0-7 and 8-15 of 16 dims, then of 16 more
+      ldmatrix_x4(k[next % (CODES_AHEAD + 1)], keys + next % STEP_TILES * (TILE * PITCH) + next / STEP_TILES * 32);
+    const u32(&codes)[4] = k[i % (CODES_AHEAD + 1)];  // tokens 0-7 and 8-15 of 16 dims, then of 16 more
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const Operand b = key_operand(codes[j]);
-      mma_16x8x16(sums[STEP_TILES == 1 ? j / 2 : 0][tile][j % 2], q[step + j / 2], b.b0, b.b1);
+    for (int j = 0; j < 4; j += 2) {
+      const Operand b[2] = {key_operand(codes[j]), key_operand(codes[j + 1])};
+#pragma unroll
+      for (int t = 0; t < ROW_TILES; t++) {
+        u32 a[4];
+        query_operand(q, t, step + j / 2, a);
+#pragma unroll
+        for (int n = 0; n < 2; n++) mma_16x8x16(sums[CHAINS == 2 ? j / 2 : 0][t][tile][n], a, b[n].b0, b[n].b1);
+      }
     }
   }
 #pragma unroll
   for (int i = 0; i < STEP_TILES; i++) {
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        s[i][n][e] = STEP_TILES == 1 ? sums[0][i][n][e] + sums[1][i][n][e] : sums[0][i][n][e];
-        if constexpr (TOKEN_SCALES) s[i][n][e] *= token_scales[i][n][e % 2];
-      }
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          float& sum = s[t][i][n][e];
+          sum = CHAINS == 2 ? sums[0][t][i][n][e] + sums[CHAINS - 1][t][i][n][e] : sums[0][t][i][n][e];
+          if constexpr (TOKEN_SCALES) sum *= token_scales[i][n][e % 2];
+        }
     if constexpr (TOKEN_SCALES) {
       u32 b[4];
       ldmatrix_x4(b, w.keys + stage + i * (TILE * PITCH) + LATENT_BYTES);
 #pragma unroll
-      for (int j = K_STEPS - 1; j < Q_STEPS; j++) {
-        mma_m16n8k16_bf16(s[i][0], q[j], b[0], b[1]);
-        mma_m16n8k16_bf16(s[i][1], q[j], b[2], b[3]);
-      }
+      for (int j = K_STEPS - 1; j < Q_STEPS; j++)
+#pragma unroll
+        for (int t = 0; t < ROW_TILES; t++) {
+          mma_m16n8k16_bf16(s[t][i][0], q.of[t][j - SHARED_STEPS], b[0], b[1]);
+          mma_m16n8k16_bf16(s[t][i][1], q.of[t][j - SHARED_STEPS], b[2], b[3]);
+        }
     } else {
 #pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const u32 token = i * TILE + n * 8 + w.lane / 4;
-        const Operand b = key_operand(ld_shared_u32(w.ring + stage + token * PITCH + LATENT_BYTES + w.lane % 4 * 4));
-        mma_16x8x16(s[i][n], q[K_STEPS - 1], b.b0, b.b1);
-      }
+      for (int j = V_STEPS; j < K_STEPS; j++)
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+          const u32 codes = w.ring + stage + (i * TILE + n * 8 + w.lane / 4) * PITCH + LATENT_BYTES;
+          const Operand b = key_operand(ld_shared_u32(codes + (j - V_STEPS) * 16 + w.lane % 4 * 4));
+#pragma unroll
+          for (int t = 0; t < ROW_TILES; t++) mma_16x8x16(s[t][i][n], q.of[t][j - SHARED_STEPS], b.b0, b.b1);
+        }
     }
   }
 }
@@ -433,21 +503,23 @@ DEVICE void load_token_scales(const Warp& w, u32 scales, u32 pitch, float (&of)[
     for (int e = 0; e < 2; e++) of[n][e] = ld_shared_f32(scales + (n * 8 + w.lane % 4 * 2 + e) * pitch);
 }
 
-DEVICE void load_values_fp8(u32 values, u32 (&v)[STEP_TILES][CODE_LOADS][4]) {
+// Of one tile.
+DEVICE void load_values_fp8(u32 values, u32 (&v)[CODE_LOADS][4]) {
 #pragma unroll
-  for (int i = 0; i < STEP_TILES; i++)
-#pragma unroll
-    for (int j = 0; j < CODE_LOADS; j++) ldmatrix_x4_trans(v[i][j], values + i * (TILE * PITCH) + j * 32);
+  for (int i = 0; i < CODE_LOADS; i++) ldmatrix_x4_trans(v[i], values + i * 32);
 }
 
-// o += weights (16 rows x 16 tokens) x V (16 tokens x the warp's 128 columns).
-DEVICE void add_values_fp8(const u32 (&weights)[4], const u32 (&v)[CODE_LOADS][4], float (&o)[O_TILES][4]) {
+// o += weights (16 rows x 16 tokens, of each row tile) x V (16 tokens x 32 of the warp's columns, from 32 `load` on).
+DEVICE void add_values_fp8(const u32 (&weights)[ROW_TILES][STEP_TILES][4], int tile, const u32 (&v)[4], int load,
+                           float (&o)[ROW_TILES][O_TILES][4]) {
 #pragma unroll
-  for (int i = 0; i < V_STEPS; i++) {
-    const u32 codes_0 = v[i / 2][i % 2 * 2], codes_8 = v[i / 2][i % 2 * 2 + 1];
-    const Operand even = even_columns(codes_0, codes_8), odd = odd_columns(codes_0, codes_8);
-    mma_16x8x16(o[2 * i], weights, even.b0, even.b1);
-    mma_16x8x16(o[2 * i + 1], weights, odd.b0, odd.b1);
+  for (int i = 0; i < 2; i++) {
+    const Operand even = even_columns(v[2 * i], v[2 * i + 1]), odd = odd_columns(v[2 * i], v[2 * i + 1]);
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+      mma_16x8x16(o[t][4 * load + 2 * i], weights[t][tile], even.b0, even.b1);
+      mma_16x8x16(o[t][4 * load + 2 * i + 1], weights[t][tile], odd.b0, odd.b1);
+    }
   }
 }
 
@@ -473,7 +545,7 @@ DEVICE u32 cached_bits(const Source& s, int first) {
 // the power of two in the scale of the cache, or with TOKEN_SCALES by one for each row, which follows the slice. Of
 // each 16 columns the even ones come first: that is how accumulators hold them. With TOKEN_SCALES rope columns stay
 // what they are.
-constexpr int NEW_SCALES = TILE * Q_PITCH;
+constexpr int NEW_SCALES = TILE * PITCH_16;
 static_assert(NEW_SCALES + (TOKEN_SCALES ? TILE * 4 : 0) <= (int)Smem::RING_BYTES, "new rows fit a warp's ring");
 
 DEVICE void store_new_8(u32 slice, int row, int chunk, const float (&x)[8]) {
@@ -527,49 +599,55 @@ DEVICE void copy_new_tile(const VerifyParams& p, const Request& r, const RowTile
 }
 
 // The q of new rope columns, which they meet in q's own element type.
-DEVICE void rope_operand(const u32 (&q)[Q_STEPS][4], u32 (&rope)[4]) {
+DEVICE void rope_operand(const Query& q, int row_tile, u32 (&rope)[4]) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {
-    rope[j] = q[K_STEPS - 1][j];
+    rope[j] = q.of[row_tile][K_STEPS - 1 - SHARED_STEPS][j];
     if constexpr (Q_STEPS > K_STEPS) {
-      const f32x2 high = unpack_pair<BFLOAT16>(rope[j]), low = unpack_pair<BFLOAT16>(q[K_STEPS][j]);
+      const f32x2 high = unpack_pair<BFLOAT16>(rope[j]);
+      const f32x2 low = unpack_pair<BFLOAT16>(q.of[row_tile][K_STEPS - SHARED_STEPS][j]);
       rope[j] = pack_f16x2(high.x + low.x, high.y + low.y);
     }
   }
 }
 
-DEVICE void partial_scores_new(const u32 (&q)[Q_STEPS][4], u32 keys, const float (&token_scales)[1][2][2],
-                               float (&s)[2][4]) {
+DEVICE void partial_scores_new(const Query& q, u32 keys, const float (&token_scales)[1][2][2],
+                               float (&s)[ROW_TILES][1][2][4]) {
 #pragma unroll
   for (int i = 0; i < K_STEPS; i++) {
     u32 k[4];
     ldmatrix_x4(k, keys + i * 32);
-    if (TOKEN_SCALES && i == K_STEPS - 1) {
-      u32 rope[4];
-      rope_operand(q, rope);
 #pragma unroll
-      for (int n = 0; n < 2; n++) {
+    for (int t = 0; t < ROW_TILES; t++) {
+      if (TOKEN_SCALES && i == K_STEPS - 1) {
+        u32 rope[4];
+        rope_operand(q, t, rope);
 #pragma unroll
-        for (int e = 0; e < 4; e++) s[n][e] *= token_scales[0][n][e % 2];
-        if constexpr (Q_DTYPE == BFLOAT16)
-          mma_m16n8k16_bf16(s[n], rope, k[2 * n], k[2 * n + 1]);
-        else
-          mma_m16n8k16_f16(s[n], rope, k[2 * n], k[2 * n + 1]);
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) s[t][0][n][e] *= token_scales[0][n][e % 2];
+          if constexpr (Q_DTYPE == BFLOAT16)
+            mma_m16n8k16_bf16(s[t][0][n], rope, k[2 * n], k[2 * n + 1]);
+          else
+            mma_m16n8k16_f16(s[t][0][n], rope, k[2 * n], k[2 * n + 1]);
+        }
+      } else {
+        u32 a[4];
+        query_operand(q, t, i, a);
+        // Dims 4 j, 4 j + 2 and 4 j + 1, 4 j + 3 to the order that q has.
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+          mma_16x8x16(s[t][0][n], a, permute_bytes<0x5410>(k[2 * n], k[2 * n + 1]),
+                      permute_bytes<0x7632>(k[2 * n], k[2 * n + 1]));
       }
-    } else {
-      // Dims 4 j, 4 j + 2 and 4 j + 1, 4 j + 3 to the order that q has.
-#pragma unroll
-      for (int n = 0; n < 2; n++)
-        mma_16x8x16(s[n], q[i], permute_bytes<0x5410>(k[2 * n], k[2 * n + 1]),
-                    permute_bytes<0x7632>(k[2 * n], k[2 * n + 1]));
     }
   }
 }
 
 // After the cached tokens, those of new rows. The ring is empty.
 DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
-                            const Warp& w, const Source& source, const u32 (&q)[Q_STEPS][4], Softmax& softmax,
-                            Scales& scales, float (&o)[O_TILES][4], u32 buffer) {
+                            const Warp& w, const Source& source, const Query& q, Softmax (&softmax)[ROW_TILES],
+                            Scales (&scales)[ROW_TILES], float (&o)[ROW_TILES][O_TILES][4], u32 buffer) {
   const u32 keys = w.ring + slice_offset_16(w.lane % 8 + w.lane / 16 * 8, w.lane / 8 % 2);
   const u32 values = w.ring + slice_offset_16(w.lane % 16, w.lane / 16);
   const float scale = cache_scale(p), unit = floor_power(scale) / scale;  // of new rows, in that of the cache's
@@ -579,26 +657,29 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTi
     warp_sync();  // orders the lanes' reads of the ring, or of the tile before, before the writes
     copy_new_tile(p, r, rows, w, source, tile, scale);
     warp_sync();  // orders the lanes' writes before the reads
-    float s[1][2][4] = {}, token_scales[1][2][2] = {};
+    float s[ROW_TILES][1][2][4] = {}, token_scales[1][2][2] = {};
+    u32 weights[ROW_TILES][1][4];
     if constexpr (TOKEN_SCALES) load_token_scales(w, w.ring + NEW_SCALES, 4, token_scales[0]);
-    partial_scores_new(q, keys, token_scales, s[0]);
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) s[0][n][e] *= scales.scores[e / 2] * unit;
+    partial_scores_new(q, keys, token_scales, s);
+    scale_scores(w, scales, unit, s);
     publish_scores(w, buffer, s);
     add_scores(w, buffer, s);
-    cap_scores(s[0]);
-    mask_tile(p, r, rows, w, tile, ~((1u << min_int(max_int(source.last_cached + 1 - tile * TILE, 0), TILE)) - 1),
-              s[0]);
-    u32 weights[1][4];
-    weigh_step(p, s, token_scales, unit, softmax, scales, o, weights);
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+      cap_scores(s[t][0]);
+      mask_tile(p, r, rows, w, rows.first + t * TILE, tile,
+                ~((1u << min_int(max_int(source.last_cached + 1 - tile * TILE, 0), TILE)) - 1), s[t][0]);
+      weigh_step(p, s[t], token_scales, unit, softmax[t], scales[t], o[t], weights[t]);
+    }
 #pragma unroll
     for (int i = 0; i < V_STEPS; i++) {
       u32 v[4];
       ldmatrix_x4_trans(v, values + i * 32);
-      mma_16x8x16(o[2 * i], weights[0], v[0], v[1]);
-      mma_16x8x16(o[2 * i + 1], weights[0], v[2], v[3]);
+#pragma unroll
+      for (int t = 0; t < ROW_TILES; t++) {
+        mma_16x8x16(o[t][2 * i], weights[t][0], v[0], v[1]);
+        mma_16x8x16(o[t][2 * i + 1], weights[t][0], v[2], v[3]);
+      }
     }
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
@@ -647,17 +728,18 @@ DEVICE void merge_half(const Warp& w, Softmax& softmax, const float (&o)[O_TILES
   }
 }
 
-DEVICE void store(const VerifyParams& p, const Request& r, int part, const RowTile& rows, const Warp& w,
+// The 16 rows from `first` on.
+DEVICE void store(const VerifyParams& p, const Request& r, int part, int first, int end, const Warp& w,
                   Softmax& softmax, const float (&o)[O_TILES][4]) {
   const int column = w.column * (DL / COLUMN_WARPS) + w.group * FINAL_TILES * 8;
   if constexpr (KV_GROUPS == 1) {
-    store_results<FP8>(p, r, part, rows.first, rows.end, column, softmax, o);
+    store_results<FP8>(p, r, part, first, end, column, softmax, o);
   } else {
     float merged[FINAL_TILES][4];
     send_half(w, softmax, o);
     all_sync();  // orders the writes of send_half() before the other group's reads of them
     merge_half(w, softmax, o, merged);
-    store_results<FP8>(p, r, part, rows.first, rows.end, column, softmax, merged);
+    store_results<FP8>(p, r, part, first, end, column, softmax, merged);
   }
 }
 
@@ -704,13 +786,13 @@ DEVICE void load_q(const VerifyParams& p, const Warp& w, u32 stage, u32 (&q)[Q_S
 // The same from memory, for an 8-bit cache: in the order of dims that key_operand() has, as float16. With TOKEN_SCALES
 // the rope columns, in their own order, as bfloat16; a float16 number is the sum of two such, of which the second one
 // follows.
-DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w,
-                       u32 (&q)[Q_STEPS][4], Scales& scales) {
+DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, int first, int end, const Warp& w, u32 (&q)[Q_STEPS][4],
+                       Scales& scales) {
   const int quad_lane = w.lane % 4;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const int row = rows.first + w.lane / 4 + 8 * h;
-    const bool exists = row < rows.end;
+    const int row = first + w.lane / 4 + 8 * h;
+    const bool exists = row < end;
     const int token = r.q_begin + row / p.num_heads, head = row % p.num_heads;
     const u8* nope = q_nope_row(p, token, head) + w.column * Q_LATENT_BYTES + quad_lane * 8;
     const u8* pe = q_pe_row(p, token, head) + w.column * Q_ROPE_BYTES;
@@ -718,7 +800,7 @@ DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, const RowTile& r
     for (int i = 0; i < K_STEPS; i++) {
       u32x2 x = {0, 0};
       if (exists && i < V_STEPS) x = ld_global_u32x2(nope + i * 32);
-      if (exists && i == V_STEPS && !TOKEN_SCALES) x = ld_global_u32x2(pe + quad_lane * 8);
+      if (exists && i >= V_STEPS && !TOKEN_SCALES) x = ld_global_u32x2(pe + (i - V_STEPS) * 32 + quad_lane * 8);
       if (exists && i == V_STEPS && TOKEN_SCALES)
         x = {ld_global_u32(pe + quad_lane * 4), ld_global_u32(pe + 16 + quad_lane * 4)};
       q[i][h] = x.x;
@@ -750,6 +832,31 @@ DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, const RowTile& r
         }
       }
   }
+}
+
+DEVICE void load_query(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Query& q,
+                       Scales (&scales)[ROW_TILES]) {
+  q.shared = shared_base() + Smem::Q + w.column * (SHARED_STEPS * ROW_TILES * Smem::SCORE_BYTES) + w.lane * 16;
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; t++) {
+    u32 all[Q_STEPS][4];
+    load_q_fp8(p, r, rows.first + t * TILE, rows.end, w, all, scales[t]);
+#pragma unroll
+    for (int i = 0; i < Q_STEPS; i++) {
+      const u32(&x)[4] = all[i];
+      if (i < SHARED_STEPS) {
+        if (w.group == 0) st_shared_u32x4(q.shared + (i * ROW_TILES + t) * Smem::SCORE_BYTES, {x[0], x[1], x[2], x[3]});
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; j++) q.of[t][i < SHARED_STEPS ? 0 : i - SHARED_STEPS][j] = x[j];
+      }
+    }
+  }
+  if (ROW_TILES == 2 && w.group == 0)
+    st_shared_f32x4(unit_place(w), {scales[0].scores[0], scales[0].scores[1], scales[ROW_TILES - 1].scores[0],
+                                    scales[ROW_TILES - 1].scores[1]});
+  if ((SHARED_STEPS > 0 || ROW_TILES == 2) && KV_GROUPS == 2)
+    block_sync();  // orders the first group's writes before the other's reads
 }
 
 // Fills the ring. q passes through its last stage, while the others already fill with KV; for an 8-bit cache it does
@@ -793,80 +900,104 @@ DEVICE void attend_16_bit(const VerifyParams& p, const Request& r, const RowTile
     cp_async_wait<STAGES - 1>();
     warp_sync();  // orders all lanes' copies of this tile, which have landed, before the reads
     // K and V go to registers at once: the stage is free for the next copies before the scores are known.
-    float sums[2][2][4] = {}, s[1][2][4];
+    float sums[2][2][4] = {}, s[1][1][2][4];
     u32 v[V_STEPS][4];
     const u32 id = copied_id(w, source, w.ring + stage), listed = SPARSE_IDS ? source.listed[0] : ~0u;
     partial_scores(q, w.keys + stage, sums);
     load_values(w.values + stage, v);
     copy_tile(p, r, rows, w, source, w.ring + stage, id);
-    add_chains(sums, s[0]);
+    add_chains(sums, s[0][0]);
     publish_scores(w, buffer, s);
     add_scores(w, buffer, s);
-    soft_cap(p, s[0]);
+    soft_cap(p, s[0][0]);
     if constexpr (SPARSE_IDS) {
-      if (listed != ~0u) mask_scores(s[0], {listed, listed});
+      if (listed != ~0u) mask_scores(s[0][0], {listed, listed});
     } else if (tile >= source.masked) {
-      mask_tile(p, r, rows, w, tile, ~0u, s[0]);
+      mask_tile(p, r, rows, w, rows.first, tile, ~0u, s[0][0]);
     }
     u32 weights[4];
-    softmax_tile(s[0], exponent_scale(p), softmax, o, weights);
+    softmax_tile(s[0][0], exponent_scale(p), softmax, o, weights);
     add_values(weights, v, o);
     if constexpr (DETERMINISTIC) end_chunk(p, r, rows, w, tiles, tile, softmax, o);
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
   cp_async_wait_all();  // nothing is in flight any more
-  if constexpr (!DETERMINISTIC) store(p, r, part, rows, w, softmax, o);
+  if constexpr (!DETERMINISTIC) store(p, r, part, rows.first, rows.end, w, softmax, o);
 }
 
 // The same over an 8-bit cache.
 DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
   const Warp w = locate(shared_base());
   Source source = make_source(p, r, rows, tiles, w);
-  Scales scales = {{0.0f, 0.0f}, {{0.0f, 0.0f}}};
-  u32 q[Q_STEPS][4];
-  start(p, r, rows, w, source, q);
-  load_q_fp8(p, r, rows, w, q, scales);
+  Scales scales[ROW_TILES] = {};
+  u32 unused[Q_STEPS][4];
+  start(p, r, rows, w, source, unused);
+  Query q;
+  load_query(p, r, rows, w, q, scales);
 
-  Softmax softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
-  float o[O_TILES][4] = {};
+  Softmax softmax[ROW_TILES];
+  float o[ROW_TILES][O_TILES][4];
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; t++) reset(softmax[t], o[t]);
   u32 stage = 0, buffer = 0;
 #pragma unroll 1
   for (int tile = tiles.begin + w.group * STEP_TILES; tile < source.end; tile += KV_GROUPS * STEP_TILES) {
     cp_async_wait<STAGES - 1>();
     warp_sync();  // orders all lanes' copies of these tiles, which have landed, before the reads
     // The codes of V go to registers as those of K do, and become float16 when their weights are there.
-    float s[STEP_TILES][2][4], token_scales[STEP_TILES][2][2] = {};
-    u32 v[STEP_TILES][CODE_LOADS][4], weights[STEP_TILES][4];
-    const u32 id = copied_id(w, source, w.ring + stage), listed = SPARSE_IDS ? source.listed[0] : ~0u;
+    float s[ROW_TILES][STEP_TILES][2][4], token_scales[STEP_TILES][2][2] = {};
+    u32 v[STEP_TILES][CODE_LOADS][4], weights[ROW_TILES][STEP_TILES][4];
+    const u32 listed = SPARSE_IDS ? source.listed[0] : ~0u;
 #pragma unroll
     for (int i = 0; i < STEP_TILES; i++)
       if constexpr (TOKEN_SCALES)
         load_token_scales(w, w.ring + stage + i * (TILE * PITCH) + LATENT_BYTES + ROPE_BYTES, PITCH, token_scales[i]);
-    partial_scores_fp8(q, w, stage, token_scales, s);
-    load_values_fp8(w.values + stage, v);
-    copy_tile(p, r, rows, w, source, w.ring + stage, id);
+    const bool is_masked = tile + STEP_TILES - 1 >= source.masked;
+    if constexpr (!LATE_VALUES) {
+      const u32 id = copied_id(w, source, w.ring + stage);
+      partial_scores_fp8(q, w, stage, token_scales, s);
 #pragma unroll
-    for (int i = 0; i < STEP_TILES; i++)
-#pragma unroll
-      for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[i][n][e] *= scales.scores[e / 2];
+      for (int i = 0; i < STEP_TILES; i++) load_values_fp8(w.values + stage + i * (TILE * PITCH), v[i]);
+      copy_tile(p, r, rows, w, source, w.ring + stage, id);
+    } else {
+      partial_scores_fp8(q, w, stage, token_scales, s);
+    }
+    scale_scores(w, scales, 1.0f, s);
     publish_scores(w, buffer, s);
     add_scores(w, buffer, s);
+    // Read again, for want of registers.
+    if constexpr (TOKEN_SCALES && LATE_VALUES)
+      load_token_scales(w, w.ring + stage + LATENT_BYTES + ROPE_BYTES, PITCH, token_scales[0]);
 #pragma unroll
-    for (int i = 0; i < STEP_TILES; i++) {
-      cap_scores(s[i]);
-      if constexpr (SPARSE_IDS) {
-        const u32 bits = listed >> i * TILE;
-        if (listed != ~0u) mask_scores(s[i], {bits, bits});
-      } else if (tile + STEP_TILES - 1 >= source.masked) {
-        mask_tile(p, r, rows, w, tile + i, cached_bits(source, (tile + i) * TILE), s[i]);
+    for (int t = 0; t < ROW_TILES; t++) {
+#pragma unroll
+      for (int i = 0; i < STEP_TILES; i++) {
+        cap_scores(s[t][i]);
+        if constexpr (SPARSE_IDS) {
+          const u32 bits = listed >> i * TILE;
+          if (listed != ~0u) mask_scores(s[t][i], {bits, bits});
+        } else if (is_masked) {
+          mask_tile(p, r, rows, w, rows.first + t * TILE, tile + i, cached_bits(source, (tile + i) * TILE), s[t][i]);
+        }
       }
+      weigh_step(p, s[t], token_scales, 1.0f, softmax[t], scales[t], o[t], weights[t]);
     }
-    weigh_step(p, s, token_scales, 1.0f, softmax, scales, o, weights);
+    if constexpr (!LATE_VALUES) {
 #pragma unroll
-    for (int i = 0; i < STEP_TILES; i++) add_values_fp8(weights[i], v[i], o);
+      for (int i = 0; i < STEP_TILES; i++)
+#pragma unroll
+        for (int j = 0; j < CODE_LOADS; j++) add_values_fp8(weights, i, v[i][j], j, o);
+    } else {
+      const u32 values = w.values + stage;
+      ldmatrix_x4_trans(v[0][0], values);
+#pragma unroll
+      for (int j = 0; j < CODE_LOADS; j++) {
+        if (j + 1 < CODE_LOADS) ldmatrix_x4_trans(v[0][(j + 1) % 2], values + (j + 1) * 32);
+        add_values_fp8(weights, 0, v[0][j % 2], j, o);
+      }
+      copy_tile(p, r, rows, w, source, w.ring + stage, copied_id(w, source, w.ring + stage));
+    }
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
@@ -874,10 +1005,14 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
   const float scale = cache_scale(p);
   if constexpr (NEW_KV) attend_new_rows(p, r, rows, tiles, w, source, q, softmax, scales, o, buffer);
 #pragma unroll
-  for (int i = 0; i < O_TILES; i++)
+  for (int t = 0; t < ROW_TILES; t++) {
 #pragma unroll
-    for (int e = 0; e < 4; e++) o[i][e] *= TOKEN_SCALES ? ex2(-scales.gain.of[e / 2]) : scale;
-  store(p, r, part, rows, w, softmax, o);
+    for (int i = 0; i < O_TILES; i++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) o[t][i][e] *= TOKEN_SCALES ? ex2(-scales[t].gain.of[e / 2]) : scale;
+    if (KV_GROUPS == 2 && t > 0) block_sync();  // orders the other group's reads of the rings before the next writes
+    store(p, r, part, rows.first + t * TILE, rows.end, w, softmax[t], o[t]);
+  }
 }
 
 DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
@@ -898,7 +1033,7 @@ DEVICE void prefetch_ids(const VerifyParams& p) {
 }
 
 DEVICE void attend_split(const VerifyParams& p, const Request& r) {
-  const RowTile rows = row_tile(p, r, block_idx_x() * TILE, TILE);
+  const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
   if (rows.end <= rows.first) return;
   const TileRange tiles = split_tiles(p, r, rows, block_idx_y());
   if constexpr (DETERMINISTIC) {
@@ -914,8 +1049,8 @@ DEVICE int attend_item(const VerifyParams& p, int item) {
   const WorkItem w = load_work_item(p, item);
   const Request r = request_of(w);
   if (w.tiles.begin < w.tiles.end) {
-    attend(p, r, row_tile(p, r, w.row_tile * TILE, TILE), w.tiles, w.part);
-    block_sync();  // orders this item's reads of shared memory before the next item's writes
+    attend(p, r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles, w.part);
+    FP8 ? all_sync() : block_sync();  // orders this item's reads of shared memory before the next item's writes
   } else if (w.request != -1) {
     store_empty_item<THREADS>(p, w);
   }

@@ -186,11 +186,14 @@ DEVICE i32 source_token(const Source& s, i32 tile_token, u32 row) { return min_i
 
 // Id of the page of that token. There are fewer than 2^31 ids, and the low word of a 64-bit id is enough: pools have
 // fewer than 2^31 pages.
+DEVICE const u8* id_ptr(const VerifyParams& p, const Source& s, i32 token) {
+  const i32 index = s.first_id + page_of(p, s.begin + token);
+  return (const u8*)mad_wide_i32(index, 4 << p.wide_ids, (i64)p.page_ids);
+}
 DEVICE i32 find_page(const VerifyParams& p, const Source& s, i32 tile_token, u32 row) {
   const i32 token = source_token(s, tile_token, row);
   if (NEW_KV && token >= s.new_begin) return 0;
-  const i32 index = s.first_id + page_of(p, s.begin + token);
-  return (i32)ld_global_nc_u32((const u8*)mad_wide_i32(index, 4 << p.wide_ids, (i64)p.page_ids));
+  return (i32)ld_global_nc_u32(id_ptr(p, s, token));
 }
 
 // From `element` of the latent and of the rope part of a token's row on. Strides of pages and tokens fit 32 bits; what
@@ -233,9 +236,15 @@ DEVICE void copy_tile(const Source& s, u32 smem, u32 stage_offset, i32 tile_toke
 
 // --- through a ring of 8-bit tiles -----------------------------------------------------------------------------------
 
+// With a tile in 8 bits come the page ids of the tile that takes its place, for want of a register: one for each row,
+// behind a row of the ring.
+DEVICE u32 id_in_ring(u32 smem, u32 code_stage, u32 row) {
+  return smem + Smem::RING + code_stage / max_int(CODE_BYTES, 1) * STAGE_BYTES + row * PITCH + ROW_BYTES;
+}
+
 // The thread's part of copying a tile in 8 bits. Each warp copies two rows that only it reads, and waits for its own
 // copies. New rows are not among them.
-DEVICE void copy_codes(const Source& s, u32 smem, u32 code_stage, i32 tile_token, KvRow row) {
+DEVICE void copy_codes(const VerifyParams& p, const Source& s, u32 smem, u32 code_stage, i32 tile_token, KvRow row) {
   if (tile_token < s.end) {
     const Share share = copy_share();
     const i32 token = tile_token + (i32)share.row;
@@ -245,6 +254,10 @@ DEVICE void copy_codes(const Source& s, u32 smem, u32 code_stage, i32 tile_token
 #pragma unroll
     for (int i = 0; i < DL; i += COPY_LANES * 16) cp_async_16_zfill(dst + i, row.c + i, bytes);
     if (share.element < DR) cp_async_16_zfill(dst + DL, row.pe, bytes);
+    const i32 later = source_token(s, tile_token + CODE_STAGES * TILE, share.row);
+    if (share.element == 0)
+      cp_async_4_zfill(id_in_ring(smem, code_stage, share.row), id_ptr(p, s, later),
+                       NEW_KV && later >= s.new_begin ? 0 : 4);
   }
   cp_async_commit();
 }
@@ -260,33 +273,59 @@ DEVICE u32x4 convert_new(const u8* ptr, float factor) {
           pack_f16x2(x.v[4] * factor, x.v[5] * factor), pack_f16x2(x.v[6] * factor, x.v[7] * factor)};
 }
 
-// Makes a float16 tile of the one in 8 bits, and arrives on its full barrier.
-DEVICE void convert_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, u32 code_stage,
-                         i32 tile_token) {
-  constexpr int UNIT = 8;  // elements that a thread converts at once
+// What a thread converts of a tile: UNITS times UNIT elements of one of the two rows that its warp has copied.
+constexpr int UNIT = 8, UNITS = FP8 ? (D + COPY_LANES * UNIT - 1) / (COPY_LANES * UNIT) : 0;
+struct Conversion {
+  u32 codes;    // in shared memory: its first codes
+  i32 new_row;  // NEW_KV: the row of new_kv_c and new_k_pe that it takes in place of codes; below 0 for none
+};
+
+// Waits for the codes that go to the stage at `stage_offset`, which nobody reads any more.
+DEVICE Conversion begin_conversion(const Source& s, u32 smem, u32 code_stage, i32 tile_token) {
   cp_async_wait<CODE_STAGES - 1>();
   warp_sync();  // orders the lanes' copies, which have landed, before the reads
   const u32 thread = thread_idx_anew() - SCORE_WARPS * WARP, row = thread / COPY_LANES, unit = thread % COPY_LANES;
-  const u32 codes = smem + Smem::CODES + code_stage + row * D + unit * UNIT;
-  const u32 stage = smem + Smem::RING + stage_offset, dst = stage + row * PITCH + unit * UNIT * 2;
   const i32 token = tile_token + (i32)row;
   const bool is_new = NEW_KV && token >= s.new_begin && is_seen(s, smem, token);
-#pragma unroll
-  for (int i = 0; i < D; i += COPY_LANES * UNIT) {
-    if (i == DL && unit >= DR / UNIT) continue;
-    const u32x2 x = ld_shared_u32x2(codes + i);
-    const u32x2 a = e4m3x4_to_f16(x.x), b = e4m3x4_to_f16(x.y);
-    u32x4 converted = {a.x, a.y, b.x, b.y};
-    if (is_new) {
-      const i64 new_row = s.new_shift + token;
-      const u8* source = i < DL ? element_ptr<Q_DTYPE>(p.new_kv_c, new_row * p.new_kv_c_stride + i + unit * UNIT)
-                                : element_ptr<Q_DTYPE>(p.new_k_pe, new_row * p.new_k_pe_stride + unit * UNIT);
-      converted = convert_new(source, 1.0f / floor_power(cache_scale(p)));
-    }
-    st_shared_u32x4(dst + i * 2, converted);
+  return {smem + Smem::CODES + code_stage + row * D + unit * UNIT, is_new ? s.new_shift + token : -1};
+}
+
+// The last unit is the rope columns, which half of the lanes have.
+DEVICE bool has_unit(int i) { return i < DL / (COPY_LANES * UNIT) || lane_idx_anew() % COPY_LANES < DR / UNIT; }
+
+DEVICE u32x2 load_unit(const Conversion& c, int i) {
+  return has_unit(i) ? ld_shared_u32x2(c.codes + i * COPY_LANES * UNIT) : u32x2{0, 0};
+}
+
+DEVICE void store_unit(const VerifyParams& p, const Conversion& c, u32 stage, int i, u32x2 codes) {
+  const u32x2 a = e4m3x4_to_f16(codes.x), b = e4m3x4_to_f16(codes.y);
+  u32x4 converted = {a.x, a.y, b.x, b.y};
+  if (!has_unit(i)) return;
+  if (NEW_KV && c.new_row >= 0) {
+    const i64 row = c.new_row, column = i * COPY_LANES * UNIT + lane_idx_anew() % COPY_LANES * UNIT;
+    const u8* source = column < DL ? element_ptr<Q_DTYPE>(p.new_kv_c, row * p.new_kv_c_stride + column)
+                                   : element_ptr<Q_DTYPE>(p.new_k_pe, row * p.new_k_pe_stride + column - DL);
+    converted = convert_new(source, 1.0f / floor_power(cache_scale(p)));
   }
-  warp_sync();  // orders the lanes' reads of the codes before the copies over them, their writes before the arrival
-  if (thread % WARP == 0) mbarrier_arrive(stage + Smem::FULL);
+  // Found anew, for want of registers.
+  const u32 thread = thread_idx_anew() - SCORE_WARPS * WARP;
+  const u32 dst = stage + thread / COPY_LANES * PITCH + thread % COPY_LANES * UNIT * 2;
+  st_shared_u32x4(dst + i * COPY_LANES * UNIT * 2, converted);
+}
+
+// Every lane arrives for its own writes: see hand_over().
+DEVICE void end_conversion(u32 full) {
+  warp_sync();  // orders the lanes' reads of the codes and ids before the copies over them
+  mbarrier_arrive(full);
+}
+
+// Makes a float16 tile of the one in 8 bits, and arrives on its full barrier.
+DEVICE void convert_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, u32 code_stage,
+                         i32 tile_token) {
+  const Conversion c = begin_conversion(s, smem, code_stage, tile_token);
+#pragma unroll
+  for (int i = 0; i < UNITS; i++) store_unit(p, c, smem + Smem::RING + stage_offset, i, load_unit(c, i));
+  end_conversion(smem + Smem::RING + stage_offset + Smem::FULL);
 }
 
 // Brings a tile's rows to the L2 cache while the ring is still full of q: one thread for each 128 bytes.
@@ -378,7 +417,7 @@ struct Scorer {
 DEVICE void init_barriers(u32 smem) {
   if (thread_idx_anew() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
-    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, FP8 ? VALUE_WARPS : LOADERS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, LOADERS);
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SCORE_WARPS + VALUE_WARPS);
   }
   for (int i = 0; i < 2; i++) {
@@ -507,25 +546,19 @@ DEVICE void give_scores(const float (&s)[2][4], const Scorer& scorer) {
   named_barrier_arrive(given_barrier(scorer.warp), 2 * WARP);  // orders the writes before the partner's reads
 }
 
-// 8 bits: from q K as multiplied to exponents, or to what soft-capping takes.
-DEVICE void apply_units(float (&s)[2][4], const Scorer& scorer, u32 smem) {
-  const u32 units = smem + Smem::UNITS + (scorer.fragments - smem) / 64 * 4;
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const float unit = ld_shared_f32(units + h * 32);
-#pragma unroll
-    for (int n = 0; n < 2; n++) s[n][2 * h] *= unit, s[n][2 * h + 1] *= unit;
-  }
-}
-
 DEVICE void take_scores(float (&s)[2][4], const Scorer& scorer, u32 smem) {
   named_barrier_sync(given_barrier(scorer.warp ^ 1), 2 * WARP);  // orders the partner's writes before the reads
+  // 8 bits: from q K as multiplied to exponents, or to what soft-capping takes.
+  float units[2] = {1.0f, 1.0f};
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (FP8) units[h] = ld_shared_f32(smem + Smem::UNITS + (scorer.fragments - smem) / 64 * 4 + h * 32);
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     const f32x4 x = ld_shared_f32x4(scorer.fragments + Smem::EXCHANGE + n * FRAGMENT_BYTES);
     s[n][0] += x.x, s[n][1] += x.y, s[n][2] += x.z, s[n][3] += x.w;
+    if (FP8) s[n][0] *= units[0], s[n][1] *= units[0], s[n][2] *= units[1], s[n][3] *= units[1];
   }
-  if constexpr (FP8) apply_units(s, scorer, smem);
 }
 
 // Only tiles at the end of what the rows see come here. A lane looks at one row, the next one at the other of the two
@@ -799,7 +832,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   // Transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
   const u32 values = keep_in_register(smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 +
                                       (thread / WARP - SCORE_WARPS) * (LATENT_BYTES / VALUE_WARPS));
-  i32 page_id;  // of the next tile to copy; found one refill before it is used
+  i32 page_id = 0;  // of the next tile to copy; found one refill before it is used
   {
     const Share share = copy_share();
     i32 first[AHEAD];
@@ -818,7 +851,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
         const int ready = i - CODE_STAGES;
         if (ready >= 0 && ready * TILE < source.end)
           convert_tile(p, source, smem, ready * STAGE_BYTES, ready % CODE_STAGES * CODE_BYTES, ready * TILE);
-        copy_codes(source, smem, i % CODE_STAGES * CODE_BYTES, i * TILE,
+        copy_codes(p, source, smem, i % CODE_STAGES * CODE_BYTES, i * TILE,
                    source_row(p, source, i * TILE, first[i], share));
       }
     } else {
@@ -827,7 +860,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
         if (i * TILE < source.end)
           copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
     }
-    page_id = find_page(p, source, AHEAD * TILE, share.row);
+    if constexpr (!FP8) page_id = find_page(p, source, AHEAD * TILE, share.row);
   }
   Output output;
 #pragma unroll
@@ -859,15 +892,35 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     warp_sync();  // orders the lanes' reads of the weights before the arrival
     if (fragments == smem) mbarrier_arrive(handover + Smem::TAKEN);
     if constexpr (FP8) {
-      multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
-      multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
-      const Source anew = load_source(source, smem);
+      static_assert(!FP8 || UNITS == 2 * (ROW_TILES - 2) + 1, "a unit after each half of the last row tiles");
       const i32 converted = token + STAGES * TILE, copied = converted + CODE_STAGES * TILE;
+      // New rows leave no registers for conversions beside products.
+      if (NEW_KV || converted >= source.end) {
+        multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
+        multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
+      }
       if (converted >= source.end) continue;
       mbarrier_wait(empty, stage_parity(token));  // orders all reads of the tile before the writes
-      convert_tile(p, anew, smem, stage, code_stage, converted);
-      copy_codes(anew, smem, code_stage, copied, source_row(p, anew, copied, page_id, copy_share()));
-      page_id = find_page(p, anew, copied + TILE, copy_share().row);
+      const Conversion c = begin_conversion(load_source(source, smem), smem, code_stage, converted);
+      // Each unit between products, which others' products hold up.
+      u32x2 unit = load_unit(c, 0);
+#pragma unroll
+      for (int i = 0; i < UNITS; i++) {
+        const int row_tile = 2 + i / 2;
+        if (NEW_KV || i == UNITS - 1)
+          ;
+        else if (i % 2 == 0)
+          multiply_p_v<0, V_STEPS / 2>(output.o[row_tile % ROW_TILES], weights[i / 2 % 2], v);
+        else
+          multiply_p_v<V_STEPS / 2, V_STEPS>(output.o[row_tile % ROW_TILES], weights[i / 2 % 2], v);
+        const u32x2 next = i < UNITS - 1 ? load_unit(c, i + 1) : u32x2{0, 0};
+        store_unit(p, c, smem + Smem::RING + stage, i, unit);
+        unit = next;
+      }
+      page_id = (i32)ld_shared_u32(id_in_ring(smem, code_stage, copy_share().row));
+      end_conversion(full);
+      const Source anew = load_source(source, smem);
+      copy_codes(p, anew, smem, code_stage, copied, source_row(p, anew, copied, page_id, copy_share()));
       code_stage = next_code_stage(code_stage);
       continue;
     }

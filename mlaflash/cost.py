@@ -25,6 +25,8 @@ from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.mma_tiles import (
     NARROW,
+    NARROW_32_DS_MLA,
+    NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
     ROLES_E4M3,
@@ -200,20 +202,42 @@ ROW_CLASSES: Final = (
 
 FP8_ROW_CLASSES: Final = {
     "float8_e4m3": (
-        RowClass(NARROW_E4M3, start_us=5.6, tile_clocks=560, counts=TileCounts(136, 32, 17_664, 9_472, 4, 0)),
+        RowClass(
+            NARROW_E4M3,
+            start_us=5.6,
+            tile_clocks=1330,
+            counts=TileCounts(136, 32, 11_520, 9_344, 4, 0),
+            blocks_per_sm=2,
+        ),
+        RowClass(
+            NARROW_32_E4M3,
+            start_us=6.6,
+            tile_clocks=2510,
+            counts=TileCounts(272, 32, 40_448, 9_472, 8, 0),
+            blocks_per_sm=2,
+            takes_lists=False,
+        ),
         RowClass(
             ROLES_E4M3,
             start_us=8.2,
-            tile_clocks=1650,
-            counts=TileCounts(544, 104, 85_520, 9_216, 16, 156),
+            tile_clocks=1850,
+            counts=TileCounts(544, 104, 90_640, 9_280, 16, 404),
             takes_lists=False,
         ),
     ),
     "fp8_ds_mla": (
-        RowClass(NARROW_DS_MLA, start_us=5.6, tile_clocks=800, counts=TileCounts(136, 36, 18_944, 10_752, 8, 0)),
+        RowClass(NARROW_DS_MLA, start_us=5.6, tile_clocks=920, counts=TileCounts(136, 36, 18_944, 10_752, 8, 0)),
+        RowClass(
+            NARROW_32_DS_MLA,
+            start_us=6.6,
+            tile_clocks=1760,
+            counts=TileCounts(272, 36, 51_712, 10_752, 8, 0),
+            takes_lists=False,
+        ),
     ),
 }
-"""The same for caches of 8 bits, by what these hold. Their times are predicted from counts (`docs/experiments.md`)."""
+"""The same for caches of 8 bits, by what these hold. Times of a tile were measured; those of a start are the 16-bit
+kernels'."""
 
 
 def row_classes(kv_dtype: str) -> tuple[RowClass, ...]:
@@ -227,7 +251,7 @@ def row_classes(kv_dtype: str) -> tuple[RowClass, ...]:
     return FP8_ROW_CLASSES.get(kv_dtype, ROW_CLASSES)
 
 
-def config_for(kernel: str, kv_dtype: str) -> MmaKernelConfig:
+def config_for(kernel: str, kv_dtype: str, is_sparse: bool = False) -> MmaKernelConfig:
     """Return the constants of a kernel that is asked for by its name alone: those with the most rows.
 
     Parameters
@@ -235,8 +259,13 @@ def config_for(kernel: str, kv_dtype: str) -> MmaKernelConfig:
     kernel : str
     kv_dtype : str
         What the cache holds.
+    is_sparse : bool
+        Whether each query token has a list of its slots.
     """
-    return max((c.config for c in row_classes(kv_dtype) if c.config.kernel == kernel), key=lambda c: c.rows)
+    known = [c for c in row_classes(kv_dtype) if c.config.kernel == kernel]
+    # Whoever asks a kernel for lists that it does not take is told so by its name.
+    allowed = [c for c in known if c.takes_lists >= is_sparse] or known
+    return max((c.config for c in allowed), key=lambda config: config.rows)
 
 
 # Where the tensor cores are the limit, as on no GPU that was measured, the chain around them still costs some time.

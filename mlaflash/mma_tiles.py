@@ -7,7 +7,7 @@ from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from mlaflash.checks import integer
 from mlaflash.errors import TileError
-from mlaflash.params import DL, DR, D
+from mlaflash.params import DL, DR, FP8_CODES, D
 
 TILE: Final = 16
 """KV tokens of a tile, and rows of a tensor-core operand."""
@@ -19,9 +19,12 @@ _ROW_PITCH: Final = 2 * D + 16
 _WARP: Final = 32
 
 
-def _slice_pitch(kv_dtype: str) -> int:
-    """Bytes of a quarter of a cache row in shared memory; a scale of "fp8_ds_mla" takes 16."""
-    return {"float8_e4m3": D // 4, "fp8_ds_mla": DL // 4 + DR // 4 * 2 + 16}.get(kv_dtype, 2 * D // 4)
+def _slice_pitch(kv_dtype: str, parts: int) -> int:
+    """Bytes of a part of a cache row in shared memory; a scale of "fp8_ds_mla" takes 16."""
+    if kv_dtype not in FP8_CODES:
+        return 2 * D // parts
+    slice_bytes = D // parts if kv_dtype == "float8_e4m3" else DL // parts + DR // parts * 2 + 16
+    return slice_bytes if slice_bytes // 16 % 2 else slice_bytes + 16
 
 
 @runtime_checkable
@@ -189,6 +192,13 @@ class MmaNarrowConfig:
         Buffers for the scores that a group's warps exchange: 2 save a barrier a tile.
     step_tiles : int
         Tiles that a group takes at once, 1 or, over a cache of 8 bits, 2.
+    row_tiles : int
+        Row tiles of 16 of a block, 1 or, over a cache of 8 bits, 2.
+    column_warps : int
+        Warps of a group, each with its share of the columns: 4 or, over a cache of e4m3, 2.
+    shared_steps : int
+        With two row tiles or two column warps, of the steps through a warp's share of q those that stay in shared
+        memory for want of registers, 0 to 7.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -205,12 +215,30 @@ class MmaNarrowConfig:
     stages: int = 2
     exchange_buffers: int = 2
     step_tiles: int = 1
+    row_tiles: int = 1
+    column_warps: int = 4
+    shared_steps: int = 0
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
         if self.step_tiles not in (1, 2):
             raise TileError(f"step_tiles is {self.step_tiles}; it must be 1, or 2 for a cache of 8 bits. Use 1.")
+        if self.row_tiles not in (1, 2) or self.row_tiles * self.step_tiles > 2:
+            raise TileError(
+                f"row_tiles is {self.row_tiles} and step_tiles {self.step_tiles}; each must be 1 or 2, and not both 2. "
+                "Use 1 and 1, or for a cache of 8 bits 1 and 2 or 2 and 1."
+            )
+        if self.column_warps not in (2, 4) or (self.column_warps == 2 and self.row_tiles * self.step_tiles > 1):
+            raise TileError(
+                f"column_warps is {self.column_warps}, row_tiles {self.row_tiles} and step_tiles {self.step_tiles}; "
+                "column_warps must be 4, or over a cache of e4m3 2 with single tiles. Use 4."
+            )
+        if not 0 <= self.shared_steps <= (7 if self.row_tiles * 4 // self.column_warps == 2 else 0):
+            raise TileError(
+                f"shared_steps is {self.shared_steps}; it must be 0, or with two row tiles or two column warps at "
+                "most 7. Use 0."
+            )
         if self.kv_groups not in (1, 2) or self.exchange_buffers not in (1, 2):
             raise TileError(
                 f"kv_groups is {self.kv_groups} and exchange_buffers {self.exchange_buffers}; each must be 1 or 2. "
@@ -229,27 +257,31 @@ class MmaNarrowConfig:
     @property
     def rows(self) -> int:
         """Packed rows of a block."""
-        return TILE
+        return self.row_tiles * TILE
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 4 * _WARP * self.kv_groups
+        return self.column_warps * _WARP * self.kv_groups
 
     def defines(self) -> dict[str, int]:
-        """Return KV_GROUPS, STAGES, EXCHANGE_BUFFERS and STEP_TILES."""
+        """Return the constants but for `nsplit`, in upper case."""
         return {
             "KV_GROUPS": self.kv_groups,
             "STAGES": self.stages,
             "EXCHANGE_BUFFERS": self.exchange_buffers,
             "STEP_TILES": self.step_tiles,
+            "ROW_TILES": self.row_tiles,
+            "COLUMN_WARPS": self.column_warps,
+            "SHARED_STEPS": self.shared_steps,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
-        """Bytes of the warps' rings, each a quarter of a KV row wide and with page ids, and of their partial scores."""
-        ring = self.stages * self.step_tiles * TILE * (_slice_pitch(kv_dtype) + 4)
-        scores = self.exchange_buffers * self.step_tiles * TILE * TILE * 4
-        return self.threads // _WARP * (ring + scores)
+        """Bytes of the warps' rings, each a quarter of a KV row wide and with page ids, of partial scores, and of q."""
+        ring = self.stages * self.step_tiles * TILE * (_slice_pitch(kv_dtype, self.column_warps) + 4)
+        scores = self.exchange_buffers * self.row_tiles * self.step_tiles * TILE * TILE * 4
+        q = self.column_warps * (self.shared_steps * self.row_tiles + self.row_tiles - 1) * TILE * TILE * 2
+        return self.threads // _WARP * (ring + scores) + q
 
     def as_dict(self) -> dict[str, int]:
         """Return the constants, and `nsplit` where it is set."""
@@ -262,11 +294,17 @@ NARROW: Final = MmaNarrowConfig()
 NARROW_PAIR: Final = MmaNarrowConfig(kv_groups=1, exchange_buffers=1)
 """Row tiles of 16, two blocks an SM: 41,472 bytes. What deterministic calls take."""
 
-NARROW_E4M3: Final = MmaNarrowConfig(exchange_buffers=1, step_tiles=2)
-"""Row tiles of 16 over a cache of e4m3, one block an SM: 92,160 bytes."""
+NARROW_E4M3: Final = MmaNarrowConfig(exchange_buffers=1, column_warps=2, shared_steps=6)
+"""Row tiles of 16 over a cache of e4m3, two blocks an SM: 49,664 bytes."""
+
+NARROW_32_E4M3: Final = MmaNarrowConfig(kv_groups=1, stages=3, exchange_buffers=1, row_tiles=2, shared_steps=1)
+"""Row tiles of 32 over a cache of e4m3, two blocks an SM: 42,752 bytes."""
 
 NARROW_DS_MLA: Final = MmaNarrowConfig(stages=3, exchange_buffers=1)
 """Row tiles of 16 over rows of 656 bytes, one block an SM: 77,312 bytes."""
+
+NARROW_32_DS_MLA: Final = MmaNarrowConfig(stages=3, exchange_buffers=1, row_tiles=2, shared_steps=3)
+"""Row tiles of 32 over rows of 656 bytes, one block an SM: 99,840 bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,7 +247,7 @@ def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, de
         return NaiveConfig()
     if name in MMA_KERNELS:
         few = name == "mma_wide" and problem.max_q_len * problem.num_heads <= ROWS_32.rows
-        return ROWS_32 if few else cost.config_for(name, problem.kv_dtype)
+        return ROWS_32 if few else cost.config_for(name, problem.kv_dtype, problem.is_sparse)
     if name is None and mma_refusal(problem) is None:
         choice = mma_choice(problem, device)
         return replace(choice.config, nsplit=choice.num_splits)

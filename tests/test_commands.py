@@ -384,8 +384,9 @@ def test_rows_of_compile_tell_the_forms_apart() -> None:
     assert ("combine", "split_warps=1 bfloat16") in rows
     assert ("mask", "format=retrieve") in rows
     assert ("tile", "ht=8 tk=32 bfloat16 out_dtype=float32") in rows
-    assert ("mma_narrow", "kv_groups=2 stages=2 exchange_buffers=2 step_tiles=1 soft_cap split_kv float16") in rows
-    assert ("mma_narrow", "kv_groups=2 stages=2 exchange_buffers=2 step_tiles=1 soft_cap sparse_ids float16") in rows
+    narrow = "kv_groups=2 stages=2 exchange_buffers=2 step_tiles=1 row_tiles=1 column_warps=4 shared_steps=0"
+    assert ("mma_narrow", f"{narrow} soft_cap split_kv float16") in rows
+    assert ("mma_narrow", f"{narrow} soft_cap sparse_ids float16") in rows
     assert ("tile", "ht=8 tk=32 sparse_ids float32") in rows
     assert ("mma_narrow", "fp8_ds_mla") in {(kernel, spelled.split("kv_dtype=")[-1]) for kernel, spelled in rows}
 

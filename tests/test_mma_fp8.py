@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from mlaflash import Device, oracle
+from mlaflash.cost import FP8_ROW_CLASSES
 from mlaflash.emulator import mla_verify
 from mlaflash.errors import EmulatorError, TileError
 from mlaflash.jit import compile_kernel
 from mlaflash.lab.inputs import KV_SCALE, Case, build
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import (
+    NARROW_32_DS_MLA,
+    NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
     ROLES_E4M3,
@@ -31,17 +34,30 @@ NORM = 5e-4
 # One step of two tiles and one of one, one group and two, one buffer and two.
 BUILDS = {
     "narrow": (E4M3, NARROW_E4M3),
-    "narrow-blocks": (E4M3, MmaNarrowConfig(1, 3, 1, 1)),
-    "narrow-buffers": (E4M3, MmaNarrowConfig(2, 3, 2, 1)),
+    "narrow-groups": (E4M3, MmaNarrowConfig(2, 3, 2, 1)),
+    "narrow-halves": (E4M3, MmaNarrowConfig(2, 2, 1, 1, 1, 2, 6)),
+    "narrow-32": (E4M3, NARROW_32_E4M3),
     "roles": (E4M3, ROLES_E4M3),
     "narrow-ds": (DS_MLA, NARROW_DS_MLA),
-    "narrow-ds-steps": (DS_MLA, MmaNarrowConfig(1, 2, 1, 2)),
+    "narrow-ds-32": (DS_MLA, NARROW_32_DS_MLA),
 }
 
 
 @pytest.fixture(params=BUILDS)
 def kv_build(request):
     return BUILDS[request.param]
+
+
+def each_build(*both):
+    """Parametrize by build and the type of q: bfloat16 and float16 for builds in `both`, else the slow ones apart."""
+    return pytest.mark.parametrize(
+        ("name", "dtype"),
+        [
+            pytest.param(name, dtype, marks=() if dtype == first or name in both else pytest.mark.slow)
+            for name, first in zip(BUILDS, ["bfloat16", "float16"] * len(BUILDS), strict=False)
+            for dtype in ("bfloat16", "float16")
+        ],
+    )
 
 
 def run(arguments, config, *, splits=1, seed=0, **extra):
@@ -72,15 +88,14 @@ def cache_rows(arguments):
 
 
 @pytest.mark.parametrize("mask", ["causal", "tree"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_element_types_and_masks(kv_build, dtype, mask):
-    kv_dtype, config = kv_build
+@each_build("roles", "narrow-ds")
+def test_element_types_and_masks(name, dtype, mask):
+    kv_dtype, config = BUILDS[name]
     case = replace(BASE, q_lens=(9, 0, 2), kv_lens=(171, 0, 33), kv_dtype=kv_dtype, dtype=dtype, mask=mask)
     check(build(case, 1), config, splits=2, seed=1)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 48])
-@pytest.mark.parametrize("kv_len", [1, 31, 33, 64, 81])
+@pytest.mark.parametrize(("kv_len", "page_size"), [(1, 48), (31, 16), (33, 1), (64, 16), (81, 48)])
 def test_pages_and_lengths_around_steps(kv_build, kv_len, page_size):
     kv_dtype, config = kv_build
     ids = "int64" if page_size == 16 else "int32"
@@ -89,18 +104,19 @@ def test_pages_and_lengths_around_steps(kv_build, kv_len, page_size):
 
 
 @pytest.mark.parametrize("mask", ["causal", "tree"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_new_rows_are_as_precise_as_q(kv_build, dtype, mask):
-    kv_dtype, config = kv_build
+@each_build()
+def test_new_rows_are_as_precise_as_q(name, dtype, mask):
+    kv_dtype, config = BUILDS[name]
     case = replace(
         BASE, q_lens=(3, 17, 2), kv_lens=(148, 50, 2), kv_dtype=kv_dtype, dtype=dtype, mask=mask, new_kv=True
     )
     check(build(replace(case, paired=kv_dtype == E4M3), 3), config, splits=2)
 
 
+@pytest.mark.parametrize("name", ["narrow", "roles", "narrow-ds-32"])
 @pytest.mark.parametrize("logit_cap", [0.5, 30.0])
-def test_soft_cap(kv_build, logit_cap):
-    kv_dtype, config = kv_build
+def test_soft_cap(name, logit_cap):
+    kv_dtype, config = BUILDS[name]
     check(build(replace(BASE, kv_dtype=kv_dtype, logit_cap=logit_cap), 4), config)
 
 
@@ -115,7 +131,7 @@ def scaled_q(arguments, factors):
     return arguments | {"q": (q.astype(np.float64) * factors).astype(q.dtype)}
 
 
-@pytest.mark.parametrize("exponent", [-100, -30, 14, 60])
+@pytest.mark.parametrize("exponent", [-100, 60])
 def test_rows_of_q_that_float16_cannot_hold(kv_build, exponent):
     """Above its largest number or below its smallest, all rows together; the scale brings the scores back."""
     kv_dtype, config = kv_build
@@ -123,8 +139,9 @@ def test_rows_of_q_that_float16_cannot_hold(kv_build, exponent):
     check(arguments | {"sm_scale": KIMI * 2.0**-exponent}, config)
 
 
-def test_subnormal_q_of_float16(kv_build):
-    kv_dtype, config = kv_build
+@pytest.mark.parametrize("name", ["roles", "narrow-ds"])
+def test_subnormal_q_of_float16(name):
+    kv_dtype, config = BUILDS[name]
     arguments = build(replace(BASE, kv_dtype=kv_dtype, dtype="float16"), 7)
     q = np.round(arguments["q"].astype(np.float64) * 8) * 2.0**-24
     check(arguments | {"q": q.astype(np.float16), "sm_scale": KIMI * 2.0**21}, config)
@@ -148,7 +165,7 @@ def test_scales_of_the_cache(name, kv_scale):
 
 
 @pytest.mark.parametrize("kind", ["small", "large", "any", "one in seven", "of tokens that nobody heeds"])
-@pytest.mark.parametrize("name", ["narrow-ds", "narrow-ds-steps"])
+@pytest.mark.parametrize("name", ["narrow-ds", "narrow-ds-32"])
 def test_scales_of_tokens(name, kind):
     """Weights times scales fit float16 whatever the scales are, and what counts is not lost."""
     _, config = BUILDS[name]
@@ -209,9 +226,9 @@ def test_every_byte_is_read_once_for_a_row_tile(kv_build, q_len, heads):
 
 def test_schedules_give_the_same_bits(kv_build):
     kv_dtype, config = kv_build
-    arguments = build(replace(BASE, q_lens=(9, 2), kv_lens=(130, 21), mask="tree", kv_dtype=kv_dtype, new_kv=True), 13)
+    arguments = build(replace(BASE, q_lens=(9, 2), kv_lens=(130, 21), mask="tree", kv_dtype=kv_dtype), 13)
     first = run(arguments, config, splits=2, seed=1)
-    for seed in (2, 3, 4):
+    for seed in (2, 3):
         other = run(arguments, config, splits=2, seed=seed)
         np.testing.assert_array_equal(first[0], other[0])
         np.testing.assert_array_equal(first[1], other[1])
@@ -237,12 +254,19 @@ def test_shared_memory_is_what_the_kernel_uses(kv_build, monkeypatch):
 
 def test_the_shipped_constants_fit_the_sm_120_budget():
     limit = Device.for_arch("sm_120")
-    for config, kv_dtype in ((NARROW_E4M3, E4M3), (NARROW_DS_MLA, DS_MLA), (ROLES_E4M3, E4M3)):
-        assert config.shared_bytes(kv_dtype) <= limit.shared_per_block
-        assert config.shared_bytes(kv_dtype) + 1024 <= limit.shared_per_sm
+    for kv_dtype, classes in FP8_ROW_CLASSES.items():
+        for row_class in classes:
+            held = row_class.config.shared_bytes(kv_dtype)
+            assert held <= limit.shared_per_block
+            assert row_class.blocks_per_sm * (held + 1024) <= limit.shared_per_sm
 
 
-SHIPPED = {"narrow": (E4M3, NARROW_E4M3), "roles": (E4M3, ROLES_E4M3), "narrow-ds": (DS_MLA, NARROW_DS_MLA)}
+SHIPPED = {
+    "narrow": (E4M3, NARROW_E4M3),
+    "narrow-32": (E4M3, NARROW_32_E4M3),
+    "roles": (E4M3, ROLES_E4M3),
+    "narrow-ds": (DS_MLA, NARROW_DS_MLA),
+}
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_120"])

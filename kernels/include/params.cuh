@@ -131,10 +131,12 @@ constexpr int LOOKAHEAD = MLAFLASH_LOOKAHEAD;
 constexpr int REFILL_AT = MLAFLASH_REFILL_AT;
 #endif
 
-// mma_roles: of a score warp's 18 steps through its dims of q, those that stay in shared memory; tiles in the ring of
-// 8-bit ones, 0 for a cache of 16 bits.
+// mma_roles, mma_narrow: of a warp's steps through its dims of q, those that stay in shared memory.
 #ifdef MLAFLASH_SHARED_STEPS
 constexpr int SHARED_STEPS = MLAFLASH_SHARED_STEPS;
+#endif
+// mma_roles: tiles in the ring of 8-bit ones, 0 for a cache of 16 bits.
+#ifdef MLAFLASH_CODE_STAGES
 constexpr int CODE_STAGES = MLAFLASH_CODE_STAGES;
 #endif
 
@@ -169,9 +171,10 @@ constexpr int PLANNED_ROWS = 0;
 constexpr bool PLANNED = PLANNED_ROWS > 0;
 
 // mma_narrow: groups of four warps that take turns at the KV tiles, buffers for the scores that a group's warps
-// exchange, tiles that a group takes at once.
+// exchange, tiles that a group takes at once, row tiles of 16.
 #ifdef MLAFLASH_KV_GROUPS
 constexpr int KV_GROUPS = MLAFLASH_KV_GROUPS;
 constexpr int EXCHANGE_BUFFERS = MLAFLASH_EXCHANGE_BUFFERS;
 constexpr int STEP_TILES = MLAFLASH_STEP_TILES;
+constexpr int ROW_TILES = MLAFLASH_ROW_TILES;
 #endif
