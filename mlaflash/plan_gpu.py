@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mlaflash import jit
 from mlaflash.attention import Export
 from mlaflash.device import Device, apply_budget, current_ordinal, on_device, padded_shared_bytes
-from mlaflash.errors import ShapeError
+from mlaflash.errors import LaunchError, ShapeError
 from mlaflash.interop import ArrayView, as_cupy, device_view, fingerprint
 from mlaflash.jit.launch import PreparedLaunch
 from mlaflash.params import numpy_dtype
@@ -111,11 +111,17 @@ class GpuBackend:
         from cupy.cuda import runtime
 
         kind = runtime.memcpyDeviceToDevice
-        if rows == 1:
-            runtime.memcpyAsync(dst, src.ptr, width, kind, stream.ptr)
-            return
-        pitch = src.strides[0] * src.itemsize
-        runtime.memcpy2DAsync(dst, dst_pitch, src.ptr, pitch, width, rows, kind, stream.ptr)
+        try:
+            if rows == 1:
+                runtime.memcpyAsync(dst, src.ptr, width, kind, stream.ptr)
+                return
+            pitch = src.strides[0] * src.itemsize
+            runtime.memcpy2DAsync(dst, dst_pitch, src.ptr, pitch, width, rows, kind, stream.ptr)
+        except runtime.CUDARuntimeError as error:
+            raise LaunchError(
+                f"the driver refused to copy {src.name} to the plan: {error}. An earlier kernel may have failed; see "
+                "what CUDA says, and update() again once it works."
+            ) from error
 
     def load(self, launch: Launch, params: npt.NDArray[np.void], stream: Any) -> Any:
         """Make a launch ready."""

@@ -27,6 +27,7 @@ from mlaflash.lab.plan_inputs import plan_arguments
 from mlaflash.lab.target import call_name
 from mlaflash.mma_tiles import (
     NARROW,
+    NARROW_32_DS_MLA,
     NARROW_DS_MLA,
     NARROW_E4M3,
     NARROW_PAIR,
@@ -34,6 +35,7 @@ from mlaflash.mma_tiles import (
     ROWS_32,
     ROWS_64,
     ROWS_64_ROLES,
+    MmaNarrowConfig,
 )
 from mlaflash.problem import query_rows
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
@@ -158,6 +160,9 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
         "deterministic": lambda: verify(replace(BASE, q_lens=(2,), kv_lens=(300,)), None, deterministic=True),
         "plan": lambda: planned(PLANNED, NARROW, 1),
         "e4m3": lambda: verify(FP8, NARROW_E4M3, splits=1),
+        "e4m3, two tiles a step": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, step_tiles=2), splits=1),
+        "e4m3, two row tiles": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, row_tiles=2), splits=1),
+        "ds_mla, two row tiles": lambda: verify(DS_MLA, NARROW_32_DS_MLA, splits=1),
         "e4m3 plan": lambda: planned(replace(PLANNED, kv_dtype="float8_e4m3", new_kv=True), NARROW_E4M3, 1),
         "ds_mla": lambda: verify(DS_MLA, NARROW_DS_MLA, splits=1),
         "ds_mla lists": lambda: verify(replace(LISTS, kv_dtype="fp8_ds_mla"), NARROW_DS_MLA, splits=1),

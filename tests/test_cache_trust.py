@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +73,24 @@ def test_a_folder_of_a_group_is_refused_unless_it_is_this_users_alone(
 def test_a_group_of_others_is_not_private() -> None:
     assert not trust._is_private(2**31 - 7)
     assert not trust._is_private(1)  # daemon
+
+
+@pytest.mark.parametrize(
+    ("gid", "group", "members", "is_private"),
+    [
+        (1000, "me", [], True),
+        (1000, "me", ["me"], True),
+        (1000, "me", ["me", "other"], False),
+        (1000, "users", [], False),
+        (0, "root", [], False),
+    ],
+)
+def test_a_private_group_has_its_users_name_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, gid: int, group: str, members: list[str], is_private: bool
+) -> None:
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name="me", pw_gid=1000))
+    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_mem=members))
+    assert trust._is_private(gid) == is_private
 
 
 def test_a_folder_of_another_user_is_refused(folder: Path, owners: dict[Path, int]) -> None:

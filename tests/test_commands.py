@@ -103,6 +103,7 @@ def test_the_group_has_the_documented_commands() -> None:
     assert {" ".join(path) for path in commands()} == {
         "",
         "check",
+        "fuzz",
         "bench",
         "sweep",
         "report",

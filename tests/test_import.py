@@ -167,4 +167,6 @@ def test_each_rule_has_one_place(path):
     # Tidying up and raising again hides nothing.
     swallowing = [h for h in handlers if ast.unparse(h.body[-1]) != "raise"]
     broad = [h for h in swallowing if h.type is None or ast.unparse(h.type) in BROAD]
-    assert not broad, "an error that nobody named is caught"
+    # The fuzzer reports each as a finding: to name them would be to know what it is to find.
+    if place != "lab/fuzz.py":
+        assert not broad, "an error that nobody named is caught"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ import pytest
 from mlaflash import oracle
 from mlaflash.attention import output_views
 from mlaflash.emulator import Report, run_kernel
-from mlaflash.errors import EmulatorError, InvalidArgumentError, TileError
+from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.interop import numpy_view
-from mlaflash.jit import sources
 from mlaflash.jit.compiler import compile_kernel
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
@@ -282,46 +279,6 @@ def test_no_race_in_a_hundred_orders(config: str) -> None:
     arguments = build(case(mask="tree", q_lens=(8,), kv_lens=(150,)), 14)
     results = {verify(arguments, CONFIGS[config], seed=seed).out.tobytes() for seed in range(SLOW_SEEDS)}
     assert len(results) == 1
-
-
-SYNCHRONISES = re.compile(r"\b(\w*_sync|mbarrier_\w+|cp_async_wait_all|cp_async_mbarrier_arrive_noinc)\(")
-# What the emulator cannot see is gone, and why it stays.
-UNSEEN = {
-    "warp_sync": "the lanes of a warp share one clock there; on a GPU a lane could arrive while others still read",
-}
-
-
-def _synchronising_lines() -> list[int]:
-    lines = sources.read("mma_wide").source.splitlines()
-    return [i for i, line in enumerate(lines) if SYNCHRONISES.search(line.split("//")[0])]
-
-
-def _without_line(folder: Path, number: int) -> Path:
-    """Copy the kernels, less one line of `mma_wide`."""
-    shutil.copytree(sources.kernel_root(), folder / "kernels")
-    path = folder / "kernels" / "mma_wide.cu"
-    lines = path.read_text().splitlines()
-    lines[number] = ""
-    path.write_text("\n".join(lines))
-    return path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", _synchronising_lines())
-def test_every_barrier_is_needed(number: int, tmp_path: Path) -> None:
-    line = sources.read("mma_wide").source.splitlines()[number]
-    arguments = build(case(mask="tree", q_lens=(8,), kv_lens=(190,)), 15)
-    expected = verify(arguments).out.tobytes()
-    source = _without_line(tmp_path, number)
-
-    def is_noticed(seed: int) -> bool:
-        try:
-            return bool(verify(arguments, seed=seed, source=source).out.tobytes() != expected)
-        except EmulatorError:
-            return True
-
-    is_unseen = any(f"{name}(" in line for name in UNSEEN)
-    assert any(is_noticed(seed) for seed in range(SEEDS)) != is_unseen, line
 
 
 # --- constants -----------------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ UNSEEN: dict[str, str] = {
     "the lanes' reads of the ring, or of the tile before, before the writes": LANES,
     "all lanes' copies of q, which have landed, before the reads": LANES,
     "reads of tile n - 1 before the arrival": LANES,
+    "the lanes' reads of the codes and ids before the copies over them": LANES,
     "the lanes' reads of the units before the writes over them": LANES,
     "the lanes' reads of the tile before the arrival": LANES,
     "  block_sync();": TWICE,

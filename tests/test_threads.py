@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from mlaflash.emulator import VerifyPlan, mla_verify
 from mlaflash.emulator import plan as emulated_plan
 from mlaflash.emulator.plan import EmulatorBackend
 from mlaflash.errors import BusyError, InvalidArgumentError, LaunchError, ShapeError
+from mlaflash.interop import numpy_view
 from mlaflash.jit import kernel as kernel_module
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.plan_inputs import plan_arguments
@@ -67,7 +69,7 @@ def test_eight_threads_with_a_plan_each() -> None:
     plans = [make() for _ in range(THREADS)]
 
     def work(number: int) -> None:
-        for step in range(3):
+        for step in range(2):
             mine = build(CASE, 10 * number + step)
             update(plans[number], mine)
             expect(run(plans[number], mine), mine)
@@ -77,7 +79,7 @@ def test_eight_threads_with_a_plan_each() -> None:
 
 def test_eight_threads_that_make_calls() -> None:
     def work(number: int) -> None:
-        for step in range(3):
+        for step in range(2):
             mine = build(replace(CASE, kv_lens=(20 + number, 9)), 10 * number + step)
             expect(mla_verify(**mine, tiles=NARROW), mine)
 
@@ -211,6 +213,21 @@ def test_after_an_update_that_failed_there_is_no_step(
             run(plan, others)
         update(plan, others)
         expect(run(plan, others), others)
+
+
+def test_a_copy_that_cuda_refuses_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("cupy").cuda.runtime
+    from mlaflash.plan_gpu import GpuBackend
+
+    def refuse(*given: Any) -> None:
+        raise runtime.CUDARuntimeError(700)
+
+    for name in ("memcpyAsync", "memcpy2DAsync"):
+        monkeypatch.setattr(runtime, name, refuse)
+    view = numpy_view("block_table", np.zeros((2, 4), np.int32))
+    for rows in (1, 2):
+        with pytest.raises(LaunchError, match="refused to copy block_table"):
+            GpuBackend.copy(object(), 0, view, 16, rows, 16, SimpleNamespace(ptr=0))
 
 
 @pytest.mark.parametrize("wrong", [{"mask": "causal"}, {"kv_lens": np.zeros(9, np.int32)}, {"kv_indices": None}])

@@ -30,10 +30,10 @@ _COLUMNS = (
 @device_option
 @json_option("one JSON document")
 def fuzz(minutes: float, seed: int, trial: int | None, device: str, as_json: bool) -> None:
-    """Make random calls of the whole interface, and calls with something wrong in them, in checked mode.
+    """Make random calls, right and wrong ones.
 
-    Each must give the reference's answer or one of the library's own errors. Anything else is printed with the command
-    that repeats it, and ends with exit status 1.
+    They cover the whole interface, in checked mode. Each must give the reference's answer or one of the library's own
+    errors. Anything else is printed with the command that repeats it, and ends with exit status 1.
     """
     target, reason = select_target(device)
     where = target.name if target.kind == "gpu" else f"the emulator{f' ({reason})' if reason else ''}"

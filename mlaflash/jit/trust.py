@@ -69,7 +69,7 @@ def _is_private(gid: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:
         return False
-    return gid in (0, user.pw_gid) and group.gr_name in ("root", user.pw_name) and {*group.gr_mem} <= {user.pw_name}
+    return gid == user.pw_gid and group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name}
 
 
 def make_folder(path: Path) -> None:
