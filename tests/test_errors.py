@@ -16,6 +16,7 @@ PARENTS = {
     "CaptureError": RuntimeError,
     "LaunchError": RuntimeError,
     "CommunicationError": RuntimeError,
+    "BusyError": RuntimeError,
     "EmulatorError": RuntimeError,
 }
 
