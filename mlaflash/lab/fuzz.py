@@ -33,7 +33,7 @@ from mlaflash.lab.move_inputs import compaction, ids, moved, random_layers
 from mlaflash.lab.plan_inputs import BUILDS, Build, judge, random_setup, random_step
 from mlaflash.lab.space import SPACES
 from mlaflash.masks import TreeMask
-from mlaflash.mma_tiles import NARROW_32_DS_MLA, NARROW_32_E4M3, NARROW_DS_MLA, NARROW_E4M3, ROLES_E4M3
+from mlaflash.mma_tiles import NARROW_32_E4M3, NARROW_DS_MLA, NARROW_E4M3, ROLES_E4M3
 from mlaflash.params import DL
 from mlaflash.schedule import FP8_KERNELS, KERNELS
 from mlaflash.tiles import KernelConfig
@@ -51,7 +51,7 @@ _PLAN_BUILDS: Final = (
     *BUILDS,
     Build(NARROW_E4M3, kv_dtype="float8_e4m3"),
     Build(NARROW_32_E4M3, "float16", "float16", kv_dtype="float8_e4m3", new_kv=True),
-    Build(NARROW_32_DS_MLA, kv_dtype="fp8_ds_mla"),
+    Build(NARROW_DS_MLA, kv_dtype="fp8_ds_mla"),
     Build(NARROW_DS_MLA, "float16", "float32", kv_dtype="fp8_ds_mla", new_kv=True),
     Build(ROLES_E4M3, "bfloat16", "float32", kv_dtype="float8_e4m3", split_kv=True),
 )
