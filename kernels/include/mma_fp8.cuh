@@ -144,7 +144,7 @@ DEVICE void scale_weights(float (&s)[N][2][4], const float (&scales)[N][2][2], c
     for (int h = 0; h < 2; h++) {
       // That brings the largest product to a quarter of the limit; what the bases have already scaled down o, it may be
       // scaled up again.
-      const int exponent = (int)(as_u32(max_over_row(largest[h])) >> 23) - 127;
+      const int exponent = (int)(as_u32(max_over_row(largest[h])) << 1 >> 24) - 127;  // a zero may have a sign
       const float wanted = 12 - max_int(exponent, -100);
       const float allowed = gain.of[h] + (finite_base(softmax.base[h]) - before[h]);
       const float next = wanted < allowed ? wanted : allowed, change = ex2(next - gain.of[h]);
