@@ -1265,7 +1265,7 @@ def test_after_a_refused_update_the_one_before_is_in_force() -> None:
 # --- barriers ------------------------------------------------------------------------------------------------------
 
 # Statements that the schedule adds and that do nothing but order others, with a problem that needs them.
-BETWEEN_ITEMS = r"block_sync\(\);(?=  // orders this item's reads)"
+BETWEEN_ITEMS = r"block_sync\(\);(?= +// orders this item's reads)"
 STATEMENTS = {
     "mma_narrow": BETWEEN_ITEMS,
     "mma_wide": rf"{BETWEEN_ITEMS}|retire_barriers\(shared_base\(\)\);",
