@@ -307,8 +307,8 @@ def launch(arguments, config, *, kernel="mma_narrow", shared_bytes=None, seed=0)
 SOURCE = (sources.kernel_root() / "mma_narrow.cu").read_text()
 # Statements that do nothing but order others. warp_sync() is not among them, because the lanes of a warp share one
 # clock in the emulator, nor is cp_async_wait_all(), because nothing is in flight at the end of the tiles. Of the two
-# barriers of all_sync() one is for another tool, as its comment says; here both go. The one between two row tiles is with
-# the forms that have them, in test_schedules.py.
+# barriers of all_sync() one is for another tool, as its comment says; here both go. The one between two row tiles is
+# with the forms that have them, in test_schedules.py.
 ORDERINGS = [
     match.span()
     for match in re.finditer(r"group_sync\(w\);|(?<!> 0\) )all_sync\(\);|cp_async_wait<STAGES - 1>\(\);", SOURCE)

@@ -65,6 +65,7 @@ UNSEEN: dict[str, str] = {
     "the lanes' reads of the units before the writes over them": LANES,
     "the lanes' reads of the tile before the arrival": LANES,
     "  block_sync();": TWICE,
+    "if constexpr (FP8) block_sync();  // as in all_sync()": TWICE,
     "cp_async_wait_all();  // nothing is in flight any more": EMPTY,
     "the reads of the stage before the next task's copies into it": "a block has one task below 2**31 of them",
     "orders the reads of the last scan before the writes below": "the barrier at the end of place_spans() lies between",
