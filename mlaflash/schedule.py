@@ -198,10 +198,19 @@ def check_cache(config: KernelConfig, kv_dtype: str) -> None:
         With the constant and what is allowed.
     """
     is_fp8 = kv_dtype in FP8_CODES
-    if isinstance(config, MmaNarrowConfig) and config.step_tiles > 1 and not is_fp8:
-        raise TileError(
-            f"step_tiles is {config.step_tiles} and kv_cache is {kv_dtype}; more than 1 is for caches of 8 bits. Use 1."
-        )
+    if isinstance(config, MmaNarrowConfig):
+        for name, usual, takes in (
+            ("step_tiles", 1, is_fp8),
+            ("row_tiles", 1, is_fp8),
+            ("column_warps", 4, kv_dtype == "float8_e4m3"),
+        ):
+            value = getattr(config, name)
+            if value != usual and not takes:
+                caches = "of float8_e4m3" if name == "column_warps" else "of 8 bits"
+                raise TileError(
+                    f"{name} is {value} and kv_cache is {kv_dtype}; other than {usual} is for caches {caches}. "
+                    f"Use {usual}."
+                )
     if isinstance(config, MmaRolesConfig) and (config.code_stages > 0) != is_fp8:
         raise TileError(
             f"code_stages is {config.code_stages} and kv_cache is {kv_dtype}; it is 0 for caches of 16 bits alone. "
@@ -263,8 +272,11 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
     problem : Problem
     device : Device
     row_tile : int, optional
-        Packed rows of a block, where they are given.
+        Packed rows of a block, where they are given. Those that nothing is known of for such a cache take the splits
+        of what is chosen.
     """
+    if row_tile not in {c.config.rows for c in cost.row_classes(problem.kv_dtype)}:
+        row_tile = None
     rows = max(1, problem.max_q_len * problem.num_heads)
     partial_bytes = 4 if problem.out_dtype == "float32" else 2
     is_tuned = row_tile is None and not problem.is_sparse and partial_bytes == problem.kv.latent.itemsize == 2

@@ -254,6 +254,13 @@ def test_constants_for_the_other_width_are_refused() -> None:
         plan(plain, DEVICE, tiles=replace(ROWS_64_ROLES, code_stages=2, stages=3))
     with pytest.raises(TileError, match=r"step_tiles is 2 and kv_cache is bfloat16; .*Use 1"):
         plan(plain, DEVICE, tiles=MmaNarrowConfig(step_tiles=2, kv_groups=1))
+    with pytest.raises(TileError, match=r"row_tiles is 2 and kv_cache is bfloat16; .*of 8 bits. Use 1"):
+        plan(plain, DEVICE, tiles=MmaNarrowConfig(row_tiles=2, kv_groups=1))
+    rows = read_problem(build(replace(BASE, kv_dtype="fp8_ds_mla"), 11))
+    for narrower in (plain, rows):
+        with pytest.raises(TileError, match=r"column_warps is 2 and kv_cache is .*of float8_e4m3. Use 4"):
+            plan(narrower, DEVICE, tiles=MmaNarrowConfig(column_warps=2, kv_groups=1))
+    assert plan(rows, DEVICE, tiles=MmaNarrowConfig(row_tiles=2, kv_groups=1)).num_splits >= 1
     lists = read_problem(build(replace(BASE, mask="none", topk=40), 11))
     with pytest.raises(UnsupportedError, match="'mma_roles' does not take lists of slots"):
         plan(lists, DEVICE, kernel="mma_roles")
