@@ -218,6 +218,7 @@ class MmaNarrowConfig:
     row_tiles: int = 1
     column_warps: int = 4
     shared_steps: int = 0
+    start: int = 0
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
@@ -274,6 +275,7 @@ class MmaNarrowConfig:
             "ROW_TILES": self.row_tiles,
             "COLUMN_WARPS": self.column_warps,
             "SHARED_STEPS": self.shared_steps,
+            "START": self.start,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:

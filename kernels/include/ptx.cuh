@@ -57,6 +57,12 @@ DEVICE u32 ld_global_early_u32(const void* ptr) {
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");
   return v;
 }
+// Stays in front of every branch that follows, even if only one side of it needs the value.
+DEVICE u32 ld_global_volatile_u32(const void* ptr) {
+  u32 v;
+  asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");
+  return v;
+}
 // Of data that nobody writes while the kernel runs, by an address that need not be traced to a kernel argument.
 DEVICE u32 ld_global_nc_u32(const void* ptr) {
   u32 v;
