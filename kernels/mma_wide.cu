@@ -35,6 +35,8 @@ constexpr int MASK_WORDS = 32;                            // of mask columns, so
 constexpr int SCORE_BYTES = WARP * 16;                    // one 16 x 8 piece of scores of a warp
 constexpr int EXCHANGE_BUFFER = WARPS * 2 * SCORE_BYTES;  // partial scores of a tile
 
+constexpr int Q_STAGE = START > 0 ? STAGES - ROW_GROUPS : 0;  // the first that q passes through
+
 static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows of a tile");
 static_assert(REFILL_AT >= 0 && REFILL_AT <= STREAM, "the refill interrupts the stream of products");
 static_assert(STAGES >= 3, "two tiles are in use, one at least must be in flight");
@@ -219,7 +221,7 @@ DEVICE void retire_barriers(u32 smem) {
   }
 }
 
-// Starts the copies of q, 16 rows a stage. Rows past the last one are zeros.
+// Starts the copies of q, 16 rows a stage from Q_STAGE on. Rows past the last one are zeros.
 DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   constexpr int ROWS_PER_WARP = ROWS / WARPS;
   const int begin = warp_idx() * ROWS_PER_WARP, chunk = lane_idx() * 16;
@@ -229,7 +231,7 @@ DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   for (int i = 0; i < ROWS_PER_WARP; i++) {
     const int row = begin + i;
     const u32 bytes = rows.first + row < rows.end ? 16 : 0;
-    const u32 dst = smem + Smem::RING + row / 16 * STAGE_BYTES + row % 16 * PITCH + chunk;
+    const u32 dst = smem + Smem::RING + (Q_STAGE + row / 16) * STAGE_BYTES + row % 16 * PITCH + chunk;
     const u8* nope = q_nope_row(p, token, head) + chunk;
     cp_async_16_zfill(dst, nope, bytes);
     cp_async_16_zfill(dst + 512, nope + 512, bytes);
@@ -252,7 +254,7 @@ DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTi
 // A fragments of the warp's 16 rows and its share of the dims.
 DEVICE void load_q(u32 (&q)[K_STEPS][4], const VerifyParams& p, u32 smem, const Warp& w) {
   const int lane = lane_idx();
-  const u32 addr = smem + Smem::RING + w.row_group * STAGE_BYTES + w.column * (ROW_BYTES / COLUMN_WARPS) +
+  const u32 addr = smem + Smem::RING + (Q_STAGE + w.row_group) * STAGE_BYTES + w.column * (ROW_BYTES / COLUMN_WARPS) +
                    lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
   for (int k = 0; k < K_STEPS; k++) {
@@ -428,23 +430,39 @@ DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token
 // q to registers, the first tiles on their way.
 DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, Block& b, State& state) {
   constexpr int AHEAD = STAGES - 1;
+  // Tiles that need not wait for q, which passes through the last stages.
+  constexpr int DIRECT = START > 0 && Q_STAGE < AHEAD ? Q_STAGE : 0;
   const i32 first = b.at.token;
   Slot slots[AHEAD][COPY_ROWS] = {};
   init_barriers(b.smem);
   copy_q(p, rows, b.smem);
+  if constexpr (DIRECT > 0) cp_async_commit();
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) find_slots(slots[i], p, b.source, first + i * TILE);
+  const bool are_unmasked = first + DIRECT * TILE <= b.source.masked_from;
+  if constexpr (DIRECT > 0) {
+    block_sync();  // orders the barriers' initialisation before the arrivals of copies
+    if (are_unmasked) {
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) prefetch_tile(p, b.source, first + i * TILE, slots[i]);
+      for (int i = 0; i < DIRECT; i++) copy_tile(p, b.source, b.smem, i * STAGE_BYTES, first + i * TILE, slots[i]);
+    }
+    cp_async_commit();
+  }
+#pragma unroll
+  for (int i = DIRECT; i < AHEAD; i++) prefetch_tile(p, b.source, first + i * TILE, slots[i]);
   publish_columns(p, r, rows, b.smem);
-  cp_async_wait_all();
+  if constexpr (DIRECT > 0)
+    cp_async_wait<1>();
+  else
+    cp_async_wait_all();
   block_sync();  // orders the barriers' initialisation, the mask columns, the item and the copies of q before their
                  // uses
   load_q(state.q, p, b.smem, b.warp);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
-    if (first + i * TILE < b.source.end) copy_tile(p, b.source, b.smem, i * STAGE_BYTES, first + i * TILE, slots[i]);
+    if (first + i * TILE < b.source.end && (i >= DIRECT || !are_unmasked))
+      copy_tile(p, b.source, b.smem, i * STAGE_BYTES, first + i * TILE, slots[i]);
   find_slots(b.slots, p, b.source, first + AHEAD * TILE);
 #pragma unroll
   for (int i = 0; i < O_TILES; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;

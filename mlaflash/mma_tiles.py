@@ -108,6 +108,7 @@ class MmaWideConfig:
     stages: int = 4
     lookahead: int = 1
     refill_at: int = 9
+    start: int = 0
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
@@ -117,8 +118,8 @@ class MmaWideConfig:
                 f"row_groups is {self.row_groups} and column_warps {self.column_warps}; column_warps must be 2 or 4 "
                 "and their product 4 or 8. Use 4 and 2 for 64 rows, 2 and 4 for 32."
             )
-        if self.stages not in (4, 8) or self.stages < self.row_groups:
-            raise TileError(f"stages is {self.stages}; it must be 4 or 8, and no less than row_groups. Use 4.")
+        if self.stages not in (4, 5, 8) or self.stages < self.row_groups:
+            raise TileError(f"stages is {self.stages}; it must be 4, 5 or 8, and no less than row_groups. Use 4.")
         if self.lookahead not in (1, 2, 3):
             raise TileError(f"lookahead is {self.lookahead}; it must be 1, 2 or 3. Use 1 for 64 rows, 3 for 32.")
         if not 0 <= self.refill_at <= 36 // self.column_warps:
@@ -152,6 +153,7 @@ class MmaWideConfig:
             "STAGES": self.stages,
             "LOOKAHEAD": self.lookahead,
             "REFILL_AT": self.refill_at,
+            "START": self.start,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:

@@ -131,6 +131,11 @@ constexpr int LOOKAHEAD = MLAFLASH_LOOKAHEAD;
 constexpr int REFILL_AT = MLAFLASH_REFILL_AT;
 #endif
 
+// mma_narrow, mma_wide: how a block starts.
+#ifdef MLAFLASH_START
+constexpr int START = MLAFLASH_START;
+#endif
+
 // mma_roles, mma_narrow: of a warp's steps through its dims of q, those that stay in shared memory.
 #ifdef MLAFLASH_SHARED_STEPS
 constexpr int SHARED_STEPS = MLAFLASH_SHARED_STEPS;
@@ -177,5 +182,4 @@ constexpr int KV_GROUPS = MLAFLASH_KV_GROUPS;
 constexpr int EXCHANGE_BUFFERS = MLAFLASH_EXCHANGE_BUFFERS;
 constexpr int STEP_TILES = MLAFLASH_STEP_TILES;
 constexpr int ROW_TILES = MLAFLASH_ROW_TILES;
-constexpr int START = MLAFLASH_START;
 #endif
