@@ -21,7 +21,11 @@ constexpr int WARPS = SPLIT_WARPS < 4 ? 4 : SPLIT_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int COLUMNS = 4 * WARP;  // of one item
 constexpr int ITEMS = WARPS / SPLIT_WARPS;
-constexpr int BATCH = SPLIT_WARPS == 1 ? 4 : 8;  // loads a lane has in flight
+constexpr bool ONE_BATCH = FORM & 1;               // no later batch is loaded while one is summed
+constexpr bool WARP_WEIGHTS = (FORM & 2) != 0;     // at most 32 splits: each warp finds all weights, a lane one of them
+constexpr int BATCH = SPLIT_WARPS == 1 && !ONE_BATCH ? 4 : 8;  // loads a lane has in flight
+constexpr bool EARLY = (FORM & 4) != 0;               // addresses are found before the wait for the split kernel
+static_assert(FORM == 0 || !DETERMINISTIC, "no such build");
 constexpr int MAX_SPLITS = DETERMINISTIC ? 2048 : 1024;
 constexpr int CLASSES = DETERMINISTIC ? 4 / SPLIT_WARPS : 1;  // sums of an item that a warp keeps apart
 static_assert(!DETERMINISTIC || (CLASSES * SPLIT_WARPS == 4 && BATCH % CLASSES == 0), "four classes, in whole batches");
@@ -41,6 +45,11 @@ struct Thread {
   i64 rows;    // T * H
   int column;  // first of the lane's 4
   int first_split;
+  // EARLY: the first lse that the lane loads, out, and the partial results of the first batch; for splits past the last
+  // one, one of a split before it.
+  const u8* lse;
+  u8* out;
+  const u8* partial[BATCH];
 };
 
 DEVICE Thread locate(const VerifyParams& p) {
@@ -51,6 +60,17 @@ DEVICE Thread locate(const VerifyParams& p) {
   t.rows = (i64)p.num_tokens * p.num_heads;
   t.column = (block_idx_y() * ITEMS + t.warp / SPLIT_WARPS) * COLUMNS + t.lane * 4;
   t.first_split = t.warp % SPLIT_WARPS;
+  if constexpr (EARLY) {
+    const int token = t.row / p.num_heads, head = t.row % p.num_heads;
+    const i64 step = SPLIT_WARPS * t.rows * DL * element_bytes<PARTIAL_DTYPE>();
+    const int first = min_int(t.first_split, p.num_splits - 1);
+    t.partial[0] = element_ptr<PARTIAL_DTYPE>((const void*)p.partial_out, (first * t.rows + t.row) * DL + t.column);
+#pragma unroll
+    for (int i = 1; i < BATCH; i++)
+      t.partial[i] = t.partial[i - 1] + (t.first_split + i * SPLIT_WARPS < p.num_splits ? step : 0);
+    t.lse = (const u8*)(p.partial_lse + min_int(WARP_WEIGHTS ? t.lane : thread_idx(), p.num_splits - 1) * t.rows + t.row);
+    t.out = element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column);
+  }
   return t;
 }
 
@@ -60,7 +80,7 @@ DEVICE f32x4 load_quad(const u8* ptr) {
   if constexpr (DTYPE == FLOAT32) {
     return ld_global_cg_f32x4(ptr);
   } else {
-    const u32x2 v = ld_global_cg_u32x2(ptr);
+    const u32x2 v = EARLY ? ld_global_volatile_u32x2(ptr) : ld_global_cg_u32x2(ptr);
     return {element_to_f32<DTYPE>((u16)v.x), element_to_f32<DTYPE>((u16)(v.x >> 16)), element_to_f32<DTYPE>((u16)v.y),
             element_to_f32<DTYPE>((u16)(v.y >> 16))};
   }
@@ -116,7 +136,8 @@ DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem)
   const u32 weights = smem + Smem::WEIGHTS, maxima = smem + Smem::MAXIMA, sums = smem + Smem::WEIGHT_SUMS;
   float max = neg_inf();
   for (int split = thread_idx(); split < p.num_splits; split += THREADS) {
-    const float lse = ld_global_cg_f32(p.partial_lse + split * t.rows + t.row);
+    const float lse = ld_global_cg_f32(EARLY && split < THREADS ? (const float*)t.lse
+                                                                : p.partial_lse + split * t.rows + t.row);
     st_shared_f32(weights + split * 4, lse);  // read back below by this thread alone
     max = max_f32(max, lse);
   }
@@ -142,6 +163,32 @@ DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem)
   return {max, sum};
 }
 
+// The same by each warp for itself: the lane's weight is that of split `lane`.
+DEVICE float load_lane_lse(const VerifyParams& p, const Thread& t) {
+  if constexpr (EARLY) {
+    const float lse = as_f32(ld_global_volatile_u32(t.lse));
+    return t.lane < p.num_splits ? lse : neg_inf();
+  }
+  return t.lane < p.num_splits ? ld_global_cg_f32(p.partial_lse + t.lane * t.rows + t.row) : neg_inf();
+}
+DEVICE Weights compute_warp_weights(float lse, float& weight) {
+  const float max = warp_max(lse);
+  weight = lse == neg_inf() ? 0.f : ex2(lse - max);
+  return {max, warp_sum(weight)};
+}
+
+DEVICE void add_batch_by_lanes(f32x4& sum, const f32x4 (&batch)[BATCH], float weights, int first) {
+#pragma unroll
+  for (int i = 0; i < BATCH; i++) {
+    const int split = first + i * SPLIT_WARPS;
+    const float weight = split < WARP ? as_f32(shfl_u32(as_u32(weights), split)) : 0.f;
+    sum.x = weight == 0.f ? sum.x : fma_f32(weight, batch[i].x, sum.x);
+    sum.y = weight == 0.f ? sum.y : fma_f32(weight, batch[i].y, sum.y);
+    sum.z = weight == 0.f ? sum.z : fma_f32(weight, batch[i].z, sum.z);
+    sum.w = weight == 0.f ? sum.w : fma_f32(weight, batch[i].w, sum.w);
+  }
+}
+
 // Adds the sums of an item's SPLIT_WARPS warps; the item's first warp gets the total.
 DEVICE f32x4 sum_over_warps(f32x4 sum, const Thread& t, u32 smem) {
   if constexpr (SPLIT_WARPS == 1) return sum;
@@ -160,30 +207,50 @@ DEVICE f32x4 sum_over_warps(f32x4 sum, const Thread& t, u32 smem) {
 DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, Weights weights) {
   const int token = t.row / p.num_heads, head = t.row % p.num_heads;
   const float scale = weights.sum == 0.f ? 0.f : 1.f / weights.sum;
-  store_quad<OUT_DTYPE>(element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column),
-                        {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
+  u8* out = EARLY ? t.out
+                  : element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column);
+  store_quad<OUT_DTYPE>(out, {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
   if (t.column == 0)
     st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
                   weights.sum == 0.f ? neg_inf() : lse_out(p, weights.max + lg2(weights.sum)));
 }
 
-KERNEL(mlaflash_combine, THREADS, 1) {
+// With one warp an item 1,024 rows are then one wave of blocks.
+KERNEL(mlaflash_combine, THREADS, FORM != 0 && SPLIT_WARPS == 1 ? 8 : 1) {
   const u32 smem = shared_base();
   const Thread t = locate(p);
-  wait_prerequisites();  // orders the split kernel's partials before every load below, under a programmatic launch
+  // Never false. Asked so that the addresses are found before the wait, and not after it.
+  const u64 all = EARLY ? (u64)t.lse + (u64)t.out + (u64)t.partial[BATCH - 1] : 1;
+  // Orders the split kernel's partials before every load below, under a programmatic launch.
+  if (all != 0) wait_prerequisites();
 
   f32x4 batch[BATCH];
-  if constexpr (!DETERMINISTIC) load_batch(batch, p, t, smem + Smem::WEIGHTS, t.first_split);
-  const Weights weights = compute_weights(p, t, smem);
+  const float lse = WARP_WEIGHTS ? load_lane_lse(p, t) : 0.f;
+  if constexpr (EARLY) {
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) batch[i] = load_quad<PARTIAL_DTYPE>(t.partial[i]);
+  } else if constexpr (!DETERMINISTIC) {
+    load_batch(batch, p, t, smem + Smem::WEIGHTS, t.first_split);
+  }
+  float lane_weight = 0.f;
+  const Weights weights = WARP_WEIGHTS ? compute_warp_weights(lse, lane_weight) : compute_weights(p, t, smem);
   if constexpr (DETERMINISTIC) load_batch(batch, p, t, smem + Smem::WEIGHTS, t.first_split);
 
   f32x4 sums[CLASSES] = {};
   for (int first = t.first_split; first < p.num_splits; first += BATCH * SPLIT_WARPS) {
     f32x4 next[BATCH];
-    load_batch(next, p, t, smem + Smem::WEIGHTS, first + BATCH * SPLIT_WARPS);
-    add_batch(sums, batch, p, smem + Smem::WEIGHTS, first);
+    const int later = first + BATCH * SPLIT_WARPS;
+    if constexpr (!ONE_BATCH) load_batch(next, p, t, smem + Smem::WEIGHTS, later);
+    if constexpr (WARP_WEIGHTS)
+      add_batch_by_lanes(sums[0], batch, lane_weight, first);
+    else
+      add_batch(sums, batch, p, smem + Smem::WEIGHTS, first);
+    if constexpr (ONE_BATCH) {
+      if (later < p.num_splits) load_batch(batch, p, t, smem + Smem::WEIGHTS, later);
+    } else {
 #pragma unroll
-    for (int i = 0; i < BATCH; i++) batch[i] = next[i];
+      for (int i = 0; i < BATCH; i++) batch[i] = next[i];
+    }
   }
   f32x4 sum = sums[0];
 #pragma unroll

@@ -110,6 +110,11 @@ static_assert(TK > 0 && (TK & (TK - 1)) == 0, "TK must be a positive power of tw
 #ifdef MLAFLASH_SPLIT_WARPS
 constexpr int SPLIT_WARPS = MLAFLASH_SPLIT_WARPS;
 #endif
+#ifdef MLAFLASH_FORM
+constexpr int FORM = MLAFLASH_FORM;
+#else
+constexpr int FORM = 0;
+#endif
 
 // mma_wide: warps are ROW_GROUPS x COLUMN_WARPS; a row group owns 16 packed rows, a column warp its share of the
 // columns.

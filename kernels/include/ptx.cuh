@@ -63,6 +63,11 @@ DEVICE u32 ld_global_volatile_u32(const void* ptr) {
   asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");
   return v;
 }
+DEVICE u32x2 ld_global_volatile_u32x2(const void* ptr) {
+  u32x2 v;
+  asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(ptr) : "memory");
+  return v;
+}
 // Of data that nobody writes while the kernel runs, by an address that need not be traced to a kernel argument.
 DEVICE u32 ld_global_nc_u32(const void* ptr) {
   u32 v;
