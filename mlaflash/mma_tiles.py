@@ -109,6 +109,7 @@ class MmaWideConfig:
     lookahead: int = 1
     refill_at: int = 9
     start: int = 0
+    runs: int = 1
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ class MmaWideConfig:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return _WARP * self.row_groups * self.column_warps
+        return _WARP * self.row_groups * self.column_warps * self.runs
 
     def defines(self) -> dict[str, int]:
         """Return ROW_GROUPS, COLUMN_WARPS, STAGES, LOOKAHEAD and REFILL_AT."""
@@ -154,11 +155,12 @@ class MmaWideConfig:
             "LOOKAHEAD": self.lookahead,
             "REFILL_AT": self.refill_at,
             "START": self.start,
+            "RUNS": self.runs,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
         """Bytes of the ring with its barriers, of two buffers of partial scores, and of the mask columns."""
-        ring = self.stages * (TILE * _ROW_PITCH + 16)
+        ring = self.runs * self.stages * (TILE * _ROW_PITCH + 16)
         exchange = 2 * self.threads * 2 * 16
         return ring + exchange + MAX_TAIL_LEN // 8 + 16
 

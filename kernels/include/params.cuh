@@ -136,6 +136,11 @@ constexpr int LOOKAHEAD = MLAFLASH_LOOKAHEAD;
 constexpr int REFILL_AT = MLAFLASH_REFILL_AT;
 #endif
 
+// mma_wide: runs of KV tiles that a block takes side by side.
+#ifdef MLAFLASH_RUNS
+constexpr int RUNS = MLAFLASH_RUNS;
+#endif
+
 // mma_narrow, mma_wide: how a block starts.
 #ifdef MLAFLASH_START
 constexpr int START = MLAFLASH_START;
