@@ -1131,20 +1131,20 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
 #pragma unroll 1
     for (int item = block_idx_x(); item >= 0;) item = attend_item(p, item);
   } else {
-    Request r;
-    Early early;
     if constexpr (GUESSES) {
       const RequestWords words = load_request_words<true>(p, block_idx_z());
-      early = start_early(p, block_idx_x() * ROWS);
-      r = make_request(p, block_idx_z(), words);
+      const Early early = start_early(p, block_idx_x() * ROWS);
+      const Request r = make_request(p, block_idx_z(), words);
+      attend_split(p, r, early);
+      cp_async_wait_all();  // where the block has no tiles
+      store_padding<THREADS>(p, r);
     } else {
       if constexpr (START == 0) prefetch_ids(p);
-      r = load_request(p, block_idx_z());
+      const Request r = load_request(p, block_idx_z());
       if constexpr (START > 0) prefetch_ids(p);
+      attend_split(p, r, {});
+      store_padding<THREADS>(p, r);
     }
-    attend_split(p, r, early);
-    if constexpr (GUESSES) cp_async_wait_all();  // where the block has no tiles
-    store_padding<THREADS>(p, r);
   }
   launch_dependents();
 }

@@ -263,7 +263,7 @@ DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTi
 // A fragments of the warp's 16 rows and its share of the dims.
 DEVICE void load_q(u32 (&q)[K_STEPS][4], const VerifyParams& p, u32 ring, const Warp& w) {
   const int lane = lane_idx();
-  const u32 addr = ring + (Q_STAGE + w.row_group % ROW_GROUPS) * STAGE_BYTES + w.column * (ROW_BYTES / COLUMN_WARPS) +
+  const u32 addr = ring + (Q_STAGE + (RUNS == 1 ? w.row_group : w.row_group % ROW_GROUPS)) * STAGE_BYTES + w.column * (ROW_BYTES / COLUMN_WARPS) +
                    lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
   for (int k = 0; k < K_STEPS; k++) {
@@ -363,7 +363,8 @@ DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4]) {
   const Request& r = place.request;
   const RowTile rows = row_tile(p, r, place.row_tile * ROWS, ROWS);
   const int thread = thread_idx_anew();
-  const int row = rows.first + thread / WARP / COLUMN_WARPS % ROW_GROUPS * 16 + thread % WARP / 4;
+  const int row_group = RUNS == 1 ? thread / WARP / COLUMN_WARPS : thread / WARP / COLUMN_WARPS % ROW_GROUPS;
+  const int row = rows.first + row_group * 16 + thread % WARP / 4;
   u32 bits[2];
 #pragma unroll
   for (int h = 0; h < 2; h++)
@@ -525,12 +526,14 @@ DEVICE void merge_half(u32 other, int run, State& state, float (&merged)[HALF_TI
 // Returns the block's next item.
 DEVICE int finish(const VerifyParams& p, u32 smem, State& state) {
   const Place place = find_place(p, smem);
-  const int thread = thread_idx_anew(), warp = thread / WARP % WARPS;
-  const int first = place.row_tile * ROWS + warp / COLUMN_WARPS * 16, end = place.request.q_len * p.num_heads;
-  const int column = warp % COLUMN_WARPS * (DL / COLUMN_WARPS);
   if constexpr (RUNS == 1) {
-    store_results(p, place.request, place.part, first, end, column, state.softmax, state.o);
+    const int warp = thread_idx_anew() / WARP;
+    store_results(p, place.request, place.part, place.row_tile * ROWS + warp / COLUMN_WARPS * 16,
+                  place.request.q_len * p.num_heads, warp % COLUMN_WARPS * (DL / COLUMN_WARPS), state.softmax, state.o);
   } else {
+    const int thread = thread_idx_anew(), warp = thread / WARP % WARPS;
+    const int first = place.row_tile * ROWS + warp / COLUMN_WARPS * 16, end = place.request.q_len * p.num_heads;
+    const int column = warp % COLUMN_WARPS * (DL / COLUMN_WARPS);
     const int run = thread / THREADS;
     const u32 slots = smem + Smem::RING + warp / 2 * STAGE_BYTES + warp % 2 * HALF_BYTES + thread % WARP * 16;
     float merged[HALF_TILES][4];
