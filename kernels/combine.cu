@@ -21,10 +21,10 @@ constexpr int WARPS = SPLIT_WARPS < 4 ? 4 : SPLIT_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int COLUMNS = 4 * WARP;  // of one item
 constexpr int ITEMS = WARPS / SPLIT_WARPS;
-constexpr bool ONE_BATCH = FORM & 1;               // no later batch is loaded while one is summed
-constexpr bool WARP_WEIGHTS = (FORM & 2) != 0;     // at most 32 splits: each warp finds all weights, a lane one of them
+constexpr bool ONE_BATCH = FORM & 1;            // no later batch is loaded while one is summed
+constexpr bool WARP_WEIGHTS = (FORM & 2) != 0;  // at most 32 splits: each warp finds all weights, a lane one of them
 constexpr int BATCH = SPLIT_WARPS == 1 && !ONE_BATCH ? 4 : 8;  // loads a lane has in flight
-constexpr bool EARLY = (FORM & 4) != 0;               // addresses are found before the wait for the split kernel
+constexpr bool EARLY = (FORM & 4) != 0;  // addresses are found before the wait for the split kernel
 static_assert(FORM == 0 || !DETERMINISTIC, "no such build");
 constexpr int MAX_SPLITS = DETERMINISTIC ? 2048 : 1024;
 constexpr int CLASSES = DETERMINISTIC ? 4 / SPLIT_WARPS : 1;  // sums of an item that a warp keeps apart
@@ -68,7 +68,8 @@ DEVICE Thread locate(const VerifyParams& p) {
 #pragma unroll
     for (int i = 1; i < BATCH; i++)
       t.partial[i] = t.partial[i - 1] + (t.first_split + i * SPLIT_WARPS < p.num_splits ? step : 0);
-    t.lse = (const u8*)(p.partial_lse + min_int(WARP_WEIGHTS ? t.lane : thread_idx(), p.num_splits - 1) * t.rows + t.row);
+    t.lse =
+        (const u8*)(p.partial_lse + min_int(WARP_WEIGHTS ? t.lane : thread_idx(), p.num_splits - 1) * t.rows + t.row);
     t.out = element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column);
   }
   return t;
@@ -136,8 +137,8 @@ DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem)
   const u32 weights = smem + Smem::WEIGHTS, maxima = smem + Smem::MAXIMA, sums = smem + Smem::WEIGHT_SUMS;
   float max = neg_inf();
   for (int split = thread_idx(); split < p.num_splits; split += THREADS) {
-    const float lse = ld_global_cg_f32(EARLY && split < THREADS ? (const float*)t.lse
-                                                                : p.partial_lse + split * t.rows + t.row);
+    const float lse =
+        ld_global_cg_f32(EARLY && split < THREADS ? (const float*)t.lse : p.partial_lse + split * t.rows + t.row);
     st_shared_f32(weights + split * 4, lse);  // read back below by this thread alone
     max = max_f32(max, lse);
   }
@@ -207,8 +208,7 @@ DEVICE f32x4 sum_over_warps(f32x4 sum, const Thread& t, u32 smem) {
 DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, Weights weights) {
   const int token = t.row / p.num_heads, head = t.row % p.num_heads;
   const float scale = weights.sum == 0.f ? 0.f : 1.f / weights.sum;
-  u8* out = EARLY ? t.out
-                  : element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column);
+  u8* out = EARLY ? t.out : element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column);
   store_quad<OUT_DTYPE>(out, {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
   if (t.column == 0)
     st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,

@@ -992,8 +992,7 @@ DEVICE void attend_16_bit(const VerifyParams& p, const Request& r, const RowTile
 }
 
 // The same over an 8-bit cache.
-DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
-                       int part) {
+DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
   Early early = start_early(p, rows.first);
   const Warp& w = early.warp;
   Source source = make_source(p, r, rows, tiles, w);

@@ -30,10 +30,10 @@ constexpr int V_STEPS = DL / 16 / COLUMN_WARPS;  // 16-column pieces of a warp's
 constexpr int O_TILES = DL / 8 / COLUMN_WARPS;
 constexpr int STREAM = K_STEPS > V_STEPS ? K_STEPS : V_STEPS;
 
-constexpr int COPY_LANES = 16;                            // lanes that copy one KV row
-constexpr int COPY_ROWS = TILE / (THREADS / COPY_LANES);  // rows that such a half-warp copies
-constexpr int MASK_WORDS = 32;                            // of mask columns, so tail_len <= 1,024
-constexpr int SCORE_BYTES = WARP * 16;                    // one 16 x 8 piece of scores of a warp
+constexpr int COPY_LANES = 16;                                   // lanes that copy one KV row
+constexpr int COPY_ROWS = TILE / (THREADS / COPY_LANES);         // rows that such a half-warp copies
+constexpr int MASK_WORDS = 32;                                   // of mask columns, so tail_len <= 1,024
+constexpr int SCORE_BYTES = WARP * 16;                           // one 16 x 8 piece of scores of a warp
 constexpr int EXCHANGE_BUFFER = RUNS * WARPS * 2 * SCORE_BYTES;  // partial scores of a tile
 
 constexpr int Q_STAGE = START > 0 ? STAGES - ROW_GROUPS : 0;  // the first that q passes through
@@ -96,7 +96,7 @@ DEVICE int run_warp_idx() { return run_thread_idx() / WARP; }
 struct Warp {
   // Uniform: row_group owns rows 16 * row_group ..., those of later runs follow; column its share of dims and columns.
   u32 row_group, column;
-  u32 keys, values;       // address of the lane's ldmatrix row in stage 0
+  u32 keys, values;  // address of the lane's ldmatrix row in stage 0
 };
 
 DEVICE Warp locate(u32 ring) {
@@ -109,8 +109,7 @@ DEVICE Warp locate(u32 ring) {
   w.keys = keep_in_register(ring + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 +
                             w.column * (ROW_BYTES / COLUMN_WARPS));
   // Values, transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
-  w.values = keep_in_register(ring + lane % 16 * PITCH + lane / 16 * 16 +
-                              w.column * (LATENT_BYTES / COLUMN_WARPS));
+  w.values = keep_in_register(ring + lane % 16 * PITCH + lane / 16 * 16 + w.column * (LATENT_BYTES / COLUMN_WARPS));
   return w;
 }
 
@@ -263,8 +262,8 @@ DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTi
 // A fragments of the warp's 16 rows and its share of the dims.
 DEVICE void load_q(u32 (&q)[K_STEPS][4], const VerifyParams& p, u32 ring, const Warp& w) {
   const int lane = lane_idx();
-  const u32 addr = ring + (Q_STAGE + (RUNS == 1 ? w.row_group : w.row_group % ROW_GROUPS)) * STAGE_BYTES + w.column * (ROW_BYTES / COLUMN_WARPS) +
-                   lane % 16 * PITCH + lane / 16 * 16;
+  const u32 addr = ring + (Q_STAGE + (RUNS == 1 ? w.row_group : w.row_group % ROW_GROUPS)) * STAGE_BYTES +
+                   w.column * (ROW_BYTES / COLUMN_WARPS) + lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
   for (int k = 0; k < K_STEPS; k++) {
     ldmatrix_x4(q[k], addr + k * 32);
@@ -455,7 +454,8 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
     block_sync();  // orders the barriers' initialisation before the arrivals of copies
     if (are_unmasked) {
 #pragma unroll
-      for (int i = 0; i < DIRECT; i++) copy_tile(p, b.source, b.smem, b.ring, i * STAGE_BYTES, first + i * TILE, slots[i]);
+      for (int i = 0; i < DIRECT; i++)
+        copy_tile(p, b.source, b.smem, b.ring, i * STAGE_BYTES, first + i * TILE, slots[i]);
     }
     cp_async_commit();
   }
@@ -489,13 +489,12 @@ static_assert(RUNS == 1 || (2 * HALF_BYTES <= Smem::FULL && WARPS <= 2 * STAGES)
 DEVICE void send_half(u32 mine, int run, const State& state) {
 #pragma unroll
   for (int i = 0; i < HALF_TILES; i++) {
-    const float(&lower)[4] = state.o[i], (&upper)[4] = state.o[i + HALF_TILES];
+    const float (&lower)[4] = state.o[i], (&upper)[4] = state.o[i + HALF_TILES];
     st_shared_f32x4(mine + i * SCORE_BYTES, {run ? lower[0] : upper[0], run ? lower[1] : upper[1],
                                              run ? lower[2] : upper[2], run ? lower[3] : upper[3]});
   }
   const Softmax& softmax = state.softmax;
-  st_shared_f32x4(mine + HALF_TILES * SCORE_BYTES,
-                  {softmax.base[0], softmax.sum[0], softmax.base[1], softmax.sum[1]});
+  st_shared_f32x4(mine + HALF_TILES * SCORE_BYTES, {softmax.base[0], softmax.sum[0], softmax.base[1], softmax.sum[1]});
 }
 
 DEVICE void merge_half(u32 other, int run, State& state, float (&merged)[HALF_TILES][4]) {
