@@ -169,7 +169,6 @@ calls = {
     "kernel that is not loaded": lambda: mlaflash.mla_verify(**there, tiles=ROWS_32),
     "mask": lambda: mlaflash.pack_mask(packed, 12, 9, qo_indptr=there["qo_indptr"]),
     "move": lambda: mover.move(ids, ids),
-    "plan": lambda: mlaflash.VerifyPlan(**plan_arguments(CASE, tiles=NARROW)),
 }
 for name, call in calls.items():
     for _ in range(2):
