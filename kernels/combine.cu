@@ -17,15 +17,18 @@
 // Source: the merge of split-KV decoding (Flash-Decoding). Rows of out and of the partials start on 16 bytes.
 #include "addressing.cuh"
 
-constexpr int WARPS = SPLIT_WARPS < 4 ? 4 : SPLIT_WARPS;
+constexpr bool LSE_FIRST = (FORM & 8) != 0;                    // the lse is asked for before the partial results
+constexpr int MORE_ITEMS = FORM & 64 ? 4 : FORM & 32 ? 2 : 1;  // of SPLIT_WARPS warps each in a block
+constexpr int WARPS = SPLIT_WARPS < 4 ? 4 : SPLIT_WARPS * MORE_ITEMS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int COLUMNS = 4 * WARP;  // of one item
 constexpr int ITEMS = WARPS / SPLIT_WARPS;
 constexpr bool ONE_BATCH = FORM & 1;            // no later batch is loaded while one is summed
 constexpr bool WARP_WEIGHTS = (FORM & 2) != 0;  // at most 32 splits: each warp finds all weights, a lane one of them
-constexpr int BATCH = SPLIT_WARPS == 1 && !ONE_BATCH ? 4 : 8;  // loads a lane has in flight
+constexpr int BATCH = SPLIT_WARPS == 1 && (!ONE_BATCH || FORM & 128) ? 4 : 8;  // loads a lane has in flight
 constexpr bool EARLY = (FORM & 4) != 0;  // addresses are found before the wait for the split kernel
 static_assert(FORM == 0 || !DETERMINISTIC, "no such build");
+static_assert(EARLY || !LSE_FIRST, "no such build");
 constexpr int MAX_SPLITS = DETERMINISTIC ? 2048 : 1024;
 constexpr int CLASSES = DETERMINISTIC ? 4 / SPLIT_WARPS : 1;  // sums of an item that a warp keeps apart
 static_assert(!DETERMINISTIC || (CLASSES * SPLIT_WARPS == 4 && BATCH % CLASSES == 0), "four classes, in whole batches");
@@ -52,6 +55,10 @@ struct Thread {
   const u8* partial[BATCH];
 };
 
+DEVICE const float* partial_lse(const VerifyParams& p, int row, i64 rows, int split) {
+  return p.partial_lse + (LSE_BY_ROW ? (i64)row * p.num_splits + split : split * rows + row);
+}
+
 DEVICE Thread locate(const VerifyParams& p) {
   Thread t;
   t.lane = thread_idx() % WARP;
@@ -68,8 +75,7 @@ DEVICE Thread locate(const VerifyParams& p) {
 #pragma unroll
     for (int i = 1; i < BATCH; i++)
       t.partial[i] = t.partial[i - 1] + (t.first_split + i * SPLIT_WARPS < p.num_splits ? step : 0);
-    t.lse =
-        (const u8*)(p.partial_lse + min_int(WARP_WEIGHTS ? t.lane : thread_idx(), p.num_splits - 1) * t.rows + t.row);
+    t.lse = (const u8*)partial_lse(p, t.row, t.rows, min_int(WARP_WEIGHTS ? t.lane : thread_idx(), p.num_splits - 1));
     t.out = element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column);
   }
   return t;
@@ -133,12 +139,14 @@ struct Weights {
 };
 
 // All threads: the weights of the row's splits to shared memory.
-DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem) {
+DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem, float first_lse) {
   const u32 weights = smem + Smem::WEIGHTS, maxima = smem + Smem::MAXIMA, sums = smem + Smem::WEIGHT_SUMS;
   float max = neg_inf();
   for (int split = thread_idx(); split < p.num_splits; split += THREADS) {
     const float lse =
-        ld_global_cg_f32(EARLY && split < THREADS ? (const float*)t.lse : p.partial_lse + split * t.rows + t.row);
+        LSE_FIRST && split < THREADS
+            ? first_lse
+            : ld_global_cg_f32(EARLY && split < THREADS ? (const float*)t.lse : partial_lse(p, t.row, t.rows, split));
     st_shared_f32(weights + split * 4, lse);  // read back below by this thread alone
     max = max_f32(max, lse);
   }
@@ -170,7 +178,7 @@ DEVICE float load_lane_lse(const VerifyParams& p, const Thread& t) {
     const float lse = as_f32(ld_global_volatile_u32(t.lse));
     return t.lane < p.num_splits ? lse : neg_inf();
   }
-  return t.lane < p.num_splits ? ld_global_cg_f32(p.partial_lse + t.lane * t.rows + t.row) : neg_inf();
+  return t.lane < p.num_splits ? ld_global_cg_f32(partial_lse(p, t.row, t.rows, t.lane)) : neg_inf();
 }
 DEVICE Weights compute_warp_weights(float lse, float& weight) {
   const float max = warp_max(lse);
@@ -225,7 +233,7 @@ KERNEL(mlaflash_combine, THREADS, FORM != 0 && SPLIT_WARPS == 1 ? 8 : 1) {
   if (all != 0) wait_prerequisites();
 
   f32x4 batch[BATCH];
-  const float lse = WARP_WEIGHTS ? load_lane_lse(p, t) : 0.f;
+  const float lse = WARP_WEIGHTS ? load_lane_lse(p, t) : LSE_FIRST ? as_f32(ld_global_volatile_u32(t.lse)) : 0.f;
   if constexpr (EARLY) {
 #pragma unroll
     for (int i = 0; i < BATCH; i++) batch[i] = load_quad<PARTIAL_DTYPE>(t.partial[i]);
@@ -233,7 +241,7 @@ KERNEL(mlaflash_combine, THREADS, FORM != 0 && SPLIT_WARPS == 1 ? 8 : 1) {
     load_batch(batch, p, t, smem + Smem::WEIGHTS, t.first_split);
   }
   float lane_weight = 0.f;
-  const Weights weights = WARP_WEIGHTS ? compute_warp_weights(lse, lane_weight) : compute_weights(p, t, smem);
+  const Weights weights = WARP_WEIGHTS ? compute_warp_weights(lse, lane_weight) : compute_weights(p, t, smem, lse);
   if constexpr (DETERMINISTIC) load_batch(batch, p, t, smem + Smem::WEIGHTS, t.first_split);
 
   f32x4 sums[CLASSES] = {};

@@ -217,7 +217,9 @@ DEVICE u8* result_row(const VerifyParams& p, const Request& r, int row, int part
 // `lse` is base 2.
 DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, int part, float lse) {
   if (is_partial(p, part))
-    st_global_f32(p.partial_lse + partial_row(p, r, row, part), lse);
+    st_global_f32(p.partial_lse + (LSE_BY_ROW ? ((i64)r.q_begin * p.num_heads + row) * p.num_splits + block_idx_y()
+                                              : partial_row(p, r, row, part)),
+                  lse);
   else
     st_global_f32(p.lse + (r.q_begin + row / p.num_heads) * p.lse_stride_t + row % p.num_heads * p.lse_stride_h,
                   lse_out(p, lse));

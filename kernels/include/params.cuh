@@ -116,6 +116,13 @@ constexpr int FORM = MLAFLASH_FORM;
 constexpr int FORM = 0;
 #endif
 
+// mma_*, combine: partial_lse is [T * H, num_splits].
+#ifdef MLAFLASH_LSE_BY_ROW
+constexpr bool LSE_BY_ROW = MLAFLASH_LSE_BY_ROW;
+#else
+constexpr bool LSE_BY_ROW = false;
+#endif
+
 // mma_wide: warps are ROW_GROUPS x COLUMN_WARPS; a row group owns 16 packed rows, a column warp its share of the
 // columns.
 #ifdef MLAFLASH_ROW_GROUPS
