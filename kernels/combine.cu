@@ -8,31 +8,28 @@
 //
 // Grid:   x = T * H, y = 4 / items of a block. Block: 32 * max(4, SPLIT_WARPS) threads.
 // Shared: 4 * MAX_SPLITS + 520 * max(4, SPLIT_WARPS) bytes, whatever num_splits is: 1 to MAX_SPLITS, at run time.
-// Idea:   the kernel is short, so latency decides. The first BATCH partial loads of every warp are in flight before the
-//         weights are known, and each later batch is loaded while the one before it is summed. Many splits of few rows
-//         take many warps, so that one batch is all; few splits of many rows take one, which needs no sum across warps.
+// Idea:   the kernel is short, so latency decides. It starts beside the split kernel, and finds all addresses before it
+//         waits for that one's end. Then the first BATCH partial loads of every warp are in flight before the weights
+//         are known. Many splits of few rows take many warps, so that one batch is all; few splits of many rows take
+//         one, which needs no sum across warps. FEW_SPLITS: every warp finds the weights of all splits for itself.
 //         DETERMINISTIC: splits are chunks, most of them perhaps empty, and nothing is loaded of those. Every sum has
 //         an order that does not depend on how many there are: chunk s is in class s % 4, classes are summed from the
 //         first chunk to the last one and then added from class 0 to 3, and an empty chunk adds nothing, or exactly 0.
 // Source: the merge of split-KV decoding (Flash-Decoding). Rows of out and of the partials start on 16 bytes.
 #include "addressing.cuh"
 
-constexpr bool LSE_FIRST = (FORM & 8) != 0;                    // the lse is asked for before the partial results
-constexpr int MORE_ITEMS = FORM & 64 ? 4 : FORM & 32 ? 2 : 1;  // of SPLIT_WARPS warps each in a block
-constexpr int WARPS = SPLIT_WARPS < 4 ? 4 : SPLIT_WARPS * MORE_ITEMS;
+constexpr int WARPS = SPLIT_WARPS < 4 ? 4 : SPLIT_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int COLUMNS = 4 * WARP;  // of one item
 constexpr int ITEMS = WARPS / SPLIT_WARPS;
-constexpr bool ONE_BATCH = FORM & 1;            // no later batch is loaded while one is summed
-constexpr bool WARP_WEIGHTS = (FORM & 2) != 0;  // at most 32 splits: each warp finds all weights, a lane one of them
-constexpr int BATCH = SPLIT_WARPS == 1 && (!ONE_BATCH || FORM & 128) ? 4 : 8;  // loads a lane has in flight
-constexpr bool EARLY = (FORM & 4) != 0;  // addresses are found before the wait for the split kernel
-static_assert(FORM == 0 || !DETERMINISTIC, "no such build");
-static_assert(EARLY || !LSE_FIRST, "no such build");
-constexpr int MAX_SPLITS = DETERMINISTIC ? 2048 : 1024;
+constexpr int BATCH = SPLIT_WARPS == 1 ? 4 : 8;               // loads of a batch of a lane
+constexpr bool IS_AHEAD = SPLIT_WARPS == 1 || DETERMINISTIC;  // a batch is loaded while the one before it is summed
+constexpr int BLOCKS = SPLIT_WARPS == 1 && !DETERMINISTIC ? 8 : 1;  // of an SM at least: 1,024 rows are then one wave
+constexpr int MAX_SPLITS = DETERMINISTIC ? 2048 : FEW_SPLITS ? WARP : 1024;
 constexpr int CLASSES = DETERMINISTIC ? 4 / SPLIT_WARPS : 1;  // sums of an item that a warp keeps apart
 static_assert(!DETERMINISTIC || (CLASSES * SPLIT_WARPS == 4 && BATCH % CLASSES == 0), "four classes, in whole batches");
 static_assert(WARPS % SPLIT_WARPS == 0 && DL % (ITEMS * COLUMNS) == 0, "blocks have whole items, rows whole blocks");
+static_assert(!FEW_SPLITS || (!DETERMINISTIC && WARP % (BATCH * SPLIT_WARPS) == 0), "a batch has no split past 32");
 
 struct Smem {
   static constexpr u32 WEIGHTS = 0;                            // float32 [MAX_SPLITS]
@@ -48,16 +45,10 @@ struct Thread {
   i64 rows;    // T * H
   int column;  // first of the lane's 4
   int first_split;
-  // EARLY: the first lse that the lane loads, out, and the partial results of the first batch; for splits past the last
-  // one, one of a split before it.
-  const u8* lse;
+  const float* lse;  // the first that the thread loads
   u8* out;
-  const u8* partial[BATCH];
+  const u8* partial[BATCH];  // not DETERMINISTIC: of the first batch; instead of splits past the last one, that one's
 };
-
-DEVICE const float* partial_lse(const VerifyParams& p, int row, i64 rows, int split) {
-  return p.partial_lse + (LSE_BY_ROW ? (i64)row * p.num_splits + split : split * rows + row);
-}
 
 DEVICE Thread locate(const VerifyParams& p) {
   Thread t;
@@ -67,58 +58,51 @@ DEVICE Thread locate(const VerifyParams& p) {
   t.rows = (i64)p.num_tokens * p.num_heads;
   t.column = (block_idx_y() * ITEMS + t.warp / SPLIT_WARPS) * COLUMNS + t.lane * 4;
   t.first_split = t.warp % SPLIT_WARPS;
-  if constexpr (EARLY) {
-    const int token = t.row / p.num_heads, head = t.row % p.num_heads;
-    const i64 step = SPLIT_WARPS * t.rows * DL * element_bytes<PARTIAL_DTYPE>();
-    const int first = min_int(t.first_split, p.num_splits - 1);
+  const int token = t.row / p.num_heads, head = t.row % p.num_heads, last = p.num_splits - 1;
+  t.lse = p.partial_lse + (i64)t.row * p.num_splits + (FEW_SPLITS ? min_int(t.lane, last) : thread_idx());
+  t.out = element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column);
+  if constexpr (!DETERMINISTIC) {
+    const i64 first = min_int(t.first_split, last), step = SPLIT_WARPS * t.rows * DL * element_bytes<PARTIAL_DTYPE>();
     t.partial[0] = element_ptr<PARTIAL_DTYPE>((const void*)p.partial_out, (first * t.rows + t.row) * DL + t.column);
 #pragma unroll
     for (int i = 1; i < BATCH; i++)
-      t.partial[i] = t.partial[i - 1] + (t.first_split + i * SPLIT_WARPS < p.num_splits ? step : 0);
-    t.lse = (const u8*)partial_lse(p, t.row, t.rows, min_int(WARP_WEIGHTS ? t.lane : thread_idx(), p.num_splits - 1));
-    t.out = element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column);
+      t.partial[i] = t.partial[i - 1] + (t.first_split + i * SPLIT_WARPS <= last ? step : 0);
   }
   return t;
+}
+
+// Orders the split kernel's partials before every load that follows, under a programmatic launch. The question, whose
+// answer is always yes, keeps the compiler from finding the addresses after the wait.
+DEVICE void wait_for_partials(const Thread& t) {
+  u64 addresses = (u64)t.lse + (u64)t.out;
+  if constexpr (!DETERMINISTIC) addresses += (u64)t.partial[BATCH - 1];
+  if (addresses != 0) wait_prerequisites();
 }
 
 // Four neighbours, of which the first lies on a multiple of four elements.
 template <int DTYPE>
 DEVICE f32x4 load_quad(const u8* ptr) {
   if constexpr (DTYPE == FLOAT32) {
-    return ld_global_cg_f32x4(ptr);
+    return ld_global_volatile_f32x4(ptr);
   } else {
-    const u32x2 v = EARLY ? ld_global_volatile_u32x2(ptr) : ld_global_cg_u32x2(ptr);
+    const u32x2 v = ld_global_volatile_u32x2(ptr);
     return {element_to_f32<DTYPE>((u16)v.x), element_to_f32<DTYPE>((u16)(v.x >> 16)), element_to_f32<DTYPE>((u16)v.y),
             element_to_f32<DTYPE>((u16)(v.y >> 16))};
   }
 }
+DEVICE void load_first_batch(f32x4 (&batch)[BATCH], const Thread& t) {
+#pragma unroll
+  for (int i = 0; i < BATCH; i++) batch[i] = load_quad<PARTIAL_DTYPE>(t.partial[i]);
+}
 // Splits first, first + SPLIT_WARPS, ... ; zeros past the last one. DETERMINISTIC: zeros for those of weight 0 as well.
-DEVICE void load_batch(f32x4 (&batch)[BATCH], const VerifyParams& p, const Thread& t, u32 weights, int first) {
+DEVICE void load_batch(f32x4 (&batch)[BATCH], const VerifyParams& p, const Thread& t, u32 smem, int first) {
 #pragma unroll
   for (int i = 0; i < BATCH; i++) {
     const int split = first + i * SPLIT_WARPS;
     batch[i] = {0.f, 0.f, 0.f, 0.f};
-    if (split < p.num_splits && (!DETERMINISTIC || ld_shared_f32(weights + split * 4) != 0.f))
+    if (split < p.num_splits && (!DETERMINISTIC || ld_shared_f32(smem + Smem::WEIGHTS + split * 4) != 0.f))
       batch[i] = load_quad<PARTIAL_DTYPE>(
           element_ptr<PARTIAL_DTYPE>((const void*)p.partial_out, (split * t.rows + t.row) * DL + t.column));
-  }
-}
-
-DEVICE f32x4 add_quads(f32x4 a, f32x4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
-
-// The select keeps what an empty split left in memory, NaN perhaps, out of the sum.
-DEVICE void add_batch(f32x4 (&sums)[CLASSES], const f32x4 (&batch)[BATCH], const VerifyParams& p, u32 weights,
-                      int first) {
-#pragma unroll
-  for (int i = 0; i < BATCH; i++) {
-    f32x4& sum = sums[i % CLASSES];
-    const int split = first + i * SPLIT_WARPS;
-    const float weight = split < p.num_splits ? ld_shared_f32(weights + split * 4) : 0.f;
-    if (weight == 0.f) continue;
-    sum.x = fma_f32(weight, batch[i].x, sum.x);
-    sum.y = fma_f32(weight, batch[i].y, sum.y);
-    sum.z = fma_f32(weight, batch[i].z, sum.z);
-    sum.w = fma_f32(weight, batch[i].w, sum.w);
   }
 }
 
@@ -134,19 +118,19 @@ DEVICE float warp_sum(float v) {
 }
 
 struct Weights {
-  float max;  // of the splits' log2-sum-exp; -inf: every split is empty
-  float sum;  // of 2^(lse - max); 0 in the same case
+  float max;   // of the splits' log2-sum-exp; -inf: every split is empty
+  float sum;   // of 2^(lse - max); 0 in the same case
+  float lane;  // FEW_SPLITS: of split `lane`; the others' lie in shared memory
 };
 
 // All threads: the weights of the row's splits to shared memory.
-DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem, float first_lse) {
+DEVICE Weights share_weights(const VerifyParams& p, const Thread& t, u32 smem) {
   const u32 weights = smem + Smem::WEIGHTS, maxima = smem + Smem::MAXIMA, sums = smem + Smem::WEIGHT_SUMS;
   float max = neg_inf();
-  for (int split = thread_idx(); split < p.num_splits; split += THREADS) {
-    const float lse =
-        LSE_FIRST && split < THREADS
-            ? first_lse
-            : ld_global_cg_f32(EARLY && split < THREADS ? (const float*)t.lse : partial_lse(p, t.row, t.rows, split));
+  const float* ptr = t.lse;
+#pragma unroll 4
+  for (int split = thread_idx(); split < p.num_splits; split += THREADS, ptr += THREADS) {
+    const float lse = ld_global_cg_f32(ptr);
     st_shared_f32(weights + split * 4, lse);  // read back below by this thread alone
     max = max_f32(max, lse);
   }
@@ -169,32 +153,37 @@ DEVICE Weights compute_weights(const VerifyParams& p, const Thread& t, u32 smem,
   sum = 0.f;
 #pragma unroll
   for (int w = 0; w < WARPS; w++) sum += ld_shared_f32(sums + w * 4);
-  return {max, sum};
+  return {max, sum, 0.f};
 }
 
-// The same by each warp for itself: the lane's weight is that of split `lane`.
-DEVICE float load_lane_lse(const VerifyParams& p, const Thread& t) {
-  if constexpr (EARLY) {
-    const float lse = as_f32(ld_global_volatile_u32(t.lse));
-    return t.lane < p.num_splits ? lse : neg_inf();
-  }
-  return t.lane < p.num_splits ? ld_global_cg_f32(partial_lse(p, t.row, t.rows, t.lane)) : neg_inf();
-}
-DEVICE Weights compute_warp_weights(float lse, float& weight) {
+// The same in registers, by each warp for itself. `lse` is that of split `lane`.
+DEVICE Weights warp_weights(const VerifyParams& p, const Thread& t, float lse) {
+  if (t.lane >= p.num_splits) lse = neg_inf();
   const float max = warp_max(lse);
-  weight = lse == neg_inf() ? 0.f : ex2(lse - max);
-  return {max, warp_sum(weight)};
+  const float weight = lse == neg_inf() ? 0.f : ex2(lse - max);
+  return {max, warp_sum(weight), weight};
 }
 
-DEVICE void add_batch_by_lanes(f32x4& sum, const f32x4 (&batch)[BATCH], float weights, int first) {
+DEVICE float weight_of(int split, const VerifyParams& p, const Weights& weights, u32 smem) {
+  if constexpr (FEW_SPLITS) return as_f32(shfl_u32(as_u32(weights.lane), split));
+  return split < p.num_splits ? ld_shared_f32(smem + Smem::WEIGHTS + split * 4) : 0.f;
+}
+
+DEVICE f32x4 add_quads(f32x4 a, f32x4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// Splits first, first + SPLIT_WARPS, ... The question keeps what an empty split left in memory, NaN perhaps, out of the
+// sum.
+DEVICE void add_batch(f32x4 (&sums)[CLASSES], const f32x4 (&batch)[BATCH], const VerifyParams& p,
+                      const Weights& weights, u32 smem, int first) {
 #pragma unroll
   for (int i = 0; i < BATCH; i++) {
-    const int split = first + i * SPLIT_WARPS;
-    const float weight = split < WARP ? as_f32(shfl_u32(as_u32(weights), split)) : 0.f;
-    sum.x = weight == 0.f ? sum.x : fma_f32(weight, batch[i].x, sum.x);
-    sum.y = weight == 0.f ? sum.y : fma_f32(weight, batch[i].y, sum.y);
-    sum.z = weight == 0.f ? sum.z : fma_f32(weight, batch[i].z, sum.z);
-    sum.w = weight == 0.f ? sum.w : fma_f32(weight, batch[i].w, sum.w);
+    f32x4& sum = sums[i % CLASSES];
+    const float weight = weight_of(first + i * SPLIT_WARPS, p, weights, smem);
+    if (weight == 0.f) continue;
+    sum.x = fma_f32(weight, batch[i].x, sum.x);
+    sum.y = fma_f32(weight, batch[i].y, sum.y);
+    sum.z = fma_f32(weight, batch[i].z, sum.z);
+    sum.w = fma_f32(weight, batch[i].w, sum.w);
   }
 }
 
@@ -213,51 +202,44 @@ DEVICE f32x4 sum_over_warps(f32x4 sum, const Thread& t, u32 smem) {
   return sum;
 }
 
-DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, Weights weights) {
-  const int token = t.row / p.num_heads, head = t.row % p.num_heads;
+DEVICE void store(const VerifyParams& p, const Thread& t, f32x4 sum, const Weights& weights) {
   const float scale = weights.sum == 0.f ? 0.f : 1.f / weights.sum;
-  u8* out = EARLY ? t.out : element_ptr<OUT_DTYPE>(p.out, token * p.out_stride_t + head * p.out_stride_h + t.column);
-  store_quad<OUT_DTYPE>(out, {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
-  if (t.column == 0)
-    st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
-                  weights.sum == 0.f ? neg_inf() : lse_out(p, weights.max + lg2(weights.sum)));
+  store_quad<OUT_DTYPE>(t.out, {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
+  if (t.column != 0) return;
+  const int token = t.row / p.num_heads, head = t.row % p.num_heads;
+  st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h,
+                weights.sum == 0.f ? neg_inf() : lse_out(p, weights.max + lg2(weights.sum)));
 }
 
-// With one warp an item 1,024 rows are then one wave of blocks.
-KERNEL(mlaflash_combine, THREADS, FORM != 0 && SPLIT_WARPS == 1 ? 8 : 1) {
+KERNEL(mlaflash_combine, THREADS, BLOCKS) {
   const u32 smem = shared_base();
   const Thread t = locate(p);
-  // Never false. Asked so that the addresses are found before the wait, and not after it.
-  const u64 all = EARLY ? (u64)t.lse + (u64)t.out + (u64)t.partial[BATCH - 1] : 1;
-  // Orders the split kernel's partials before every load below, under a programmatic launch.
-  if (all != 0) wait_prerequisites();
+  wait_for_partials(t);
 
   f32x4 batch[BATCH];
-  const float lse = WARP_WEIGHTS ? load_lane_lse(p, t) : LSE_FIRST ? as_f32(ld_global_volatile_u32(t.lse)) : 0.f;
-  if constexpr (EARLY) {
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) batch[i] = load_quad<PARTIAL_DTYPE>(t.partial[i]);
-  } else if constexpr (!DETERMINISTIC) {
-    load_batch(batch, p, t, smem + Smem::WEIGHTS, t.first_split);
+  Weights weights;
+  if constexpr (DETERMINISTIC) {
+    weights = share_weights(p, t, smem);
+    load_batch(batch, p, t, smem, t.first_split);
+  } else {
+    const float lse = FEW_SPLITS ? ld_global_volatile_f32(t.lse) : 0.f;
+    load_first_batch(batch, t);
+    weights = FEW_SPLITS ? warp_weights(p, t, lse) : share_weights(p, t, smem);
   }
-  float lane_weight = 0.f;
-  const Weights weights = WARP_WEIGHTS ? compute_warp_weights(lse, lane_weight) : compute_weights(p, t, smem, lse);
-  if constexpr (DETERMINISTIC) load_batch(batch, p, t, smem + Smem::WEIGHTS, t.first_split);
 
   f32x4 sums[CLASSES] = {};
+#pragma unroll 1
   for (int first = t.first_split; first < p.num_splits; first += BATCH * SPLIT_WARPS) {
-    f32x4 next[BATCH];
     const int later = first + BATCH * SPLIT_WARPS;
-    if constexpr (!ONE_BATCH) load_batch(next, p, t, smem + Smem::WEIGHTS, later);
-    if constexpr (WARP_WEIGHTS)
-      add_batch_by_lanes(sums[0], batch, lane_weight, first);
-    else
-      add_batch(sums, batch, p, smem + Smem::WEIGHTS, first);
-    if constexpr (ONE_BATCH) {
-      if (later < p.num_splits) load_batch(batch, p, t, smem + Smem::WEIGHTS, later);
-    } else {
+    if constexpr (IS_AHEAD) {
+      f32x4 next[BATCH];
+      load_batch(next, p, t, smem, later);
+      add_batch(sums, batch, p, weights, smem, first);
 #pragma unroll
       for (int i = 0; i < BATCH; i++) batch[i] = next[i];
+    } else {
+      add_batch(sums, batch, p, weights, smem, first);
+      if (BATCH * SPLIT_WARPS < MAX_SPLITS && later < p.num_splits) load_batch(batch, p, t, smem, later);
     }
   }
   f32x4 sum = sums[0];

@@ -176,20 +176,11 @@ DEVICE void copy_slice_fp8(const Warp& w, u32 stage, KvRow row) {
                      row.c ? 4 : 0);
 }
 
-// The lane's row of q: token of the request, and head.
-struct QueryRow {
-  int token, head;
-};
-DEVICE QueryRow query_row(const VerifyParams& p, const Warp& w, int first) {
-  const int row = first + w.lane % TILE, token = row / p.num_heads;
-  return {token, row - token * p.num_heads};
-}
-
-// Rows from `end` on become zeros.
-DEVICE void copy_q(const VerifyParams& p, int q_begin, int first, int end, const Warp& w, QueryRow row, u32 stage) {
+DEVICE void copy_q(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, u32 stage) {
+  const int row = rows.first + w.lane % TILE;
+  const int token = row / p.num_heads, head = row - token * p.num_heads;
   KvRow q = {nullptr, nullptr};
-  if (first + w.lane % TILE < end)
-    q = {q_nope_row(p, q_begin + row.token, row.head), q_pe_row(p, q_begin + row.token, row.head)};
+  if (row < rows.end) q = {q_nope_row(p, r.q_begin + token, head), q_pe_row(p, r.q_begin + token, head)};
   copy_slice<false>(w, stage, q);
 }
 
@@ -768,55 +759,6 @@ DEVICE void end_chunk(const VerifyParams& p, const Request& r, const RowTile& ro
 
 // --- the kernel ----------------------------------------------------------------------------------------------------
 
-// What a block finds out while its request's lengths are on their way. It guesses that the request has the greatest
-// length that it may have, in a block table.
-struct Early {
-  Warp warp;
-  QueryRow row;
-  int tile;         // the group's first one, if the guess is right; -1: no guess
-  u32 ids[STAGES];  // of the tiles that come to each stage first, likewise
-  int q_begin;      // START 3: where the request's q begins, if all have as many query tokens; its copies are started
-};
-constexpr u32 LAST_STAGE = (STAGES - 1) * Smem::STAGE_BYTES;  // q passes through it
-constexpr bool GUESSES = START >= 2 && !FP8 && !PLANNED && !NEW_KV && !SPARSE_IDS && !DETERMINISTIC;
-
-// Without a branch: at one, the compiler waits for the lengths.
-DEVICE void guess(const VerifyParams& p, Early& e) {
-  const int all = ((int)p.max_kv_len + TILE - 1) / TILE, per_split = (all + p.num_splits - 1) / p.num_splits;
-  const bool is_usable = !p.kv_indptr && all > 0;
-  const int tile = block_idx_y() * per_split + e.warp.group;
-  e.tile = is_usable ? tile : -1;
-#pragma unroll
-  for (int i = 0; i < STAGES; i++) {
-    const int token = min_int(token_of(e.warp, tile + i * KV_GROUPS), (int)p.max_kv_len - 1);
-    const u8* ids = (const u8*)p.page_ids + block_idx_z() * p.block_table_stride * (p.wide_ids ? 8 : 4);
-    const u8* id = ids + (u64)page_of(p, token) * (p.wide_ids ? 8 : 4);
-    e.ids[i] = ld_global_volatile_u32(is_usable ? id : (const u8*)p.kv_lens);
-  }
-}
-
-DEVICE Early start_early(const VerifyParams& p, int first_row) {
-  Early e;
-  e.warp = locate(shared_base());
-  if constexpr (GUESSES) {
-    e.row = query_row(p, e.warp, first_row);
-    e.row = {(int)keep_in_register(e.row.token), (int)keep_in_register(e.row.head)};
-    guess(p, e);
-    if constexpr (START == 3) {
-      e.q_begin = block_idx_z() * p.max_q_len;
-      const int end = min_int(p.max_q_len, p.num_tokens - e.q_begin) * p.num_heads;
-      warp_sync();  // for the compiler alone: the loads of the ids come before the copies of q
-      const bool exists = first_row + e.warp.lane % TILE < end;
-      const int token = e.q_begin + e.row.token;
-      const u64 nope = (u64)q_nope_row(p, token, e.row.head), pe = (u64)q_pe_row(p, token, e.row.head);
-      const u64 all = exists ? ~0ull : 0;  // as a branch is not wanted
-      copy_slice<false>(e.warp, e.warp.ring + LAST_STAGE, {(const u8*)(nope & all), (const u8*)(pe & all)});
-      cp_async_commit();
-    }
-  }
-  return e;
-}
-
 // The page ids of the first tile of every stage: loaded early, and left with the stages as later ones are.
 DEVICE void load_first_ids(const VerifyParams& p, const Warp& w, const Source& s, u32 (&ids)[STAGES]) {
 #pragma unroll
@@ -920,21 +862,15 @@ DEVICE void load_query(const VerifyParams& p, const Request& r, const RowTile& r
 // Fills the ring. q passes through its last stage, while the others already fill with KV; for an 8-bit cache it does
 // not.
 DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& source,
-                  Early& early, u32 (&q)[Q_STEPS][4]) {
-  constexpr u32 LAST = LAST_STAGE;
-  if (!GUESSES || early.tile != source.tile) load_first_ids(p, w, source, early.ids);
+                  u32 (&q)[Q_STEPS][4]) {
+  constexpr u32 LAST = (STAGES - 1) * Smem::STAGE_BYTES;
+  u32 ids[STAGES];
+  load_first_ids(p, w, source, ids);
   if constexpr (!FP8) {
-    if (!GUESSES || START != 3 || early.q_begin != r.q_begin || r.q_len != p.max_q_len) {
-      if constexpr (GUESSES && START == 3) {
-        cp_async_wait_all();
-        warp_sync();  // orders all lanes' copies of the wrong rows before those of the right ones
-      }
-      const QueryRow row = GUESSES ? early.row : query_row(p, w, rows.first);
-      copy_q(p, r.q_begin, rows.first, rows.end, w, row, w.ring + LAST);
-      cp_async_commit();
-    }
+    copy_q(p, r, rows, w, w.ring + LAST);
+    cp_async_commit();
   }
-  store_first_ids(w, source, early.ids);
+  store_first_ids(w, source, ids);
   warp_sync();  // orders the writes of the ids before the other lanes' reads
   // A loop, because a short call is mostly start, and its code comes from memory too.
 #pragma unroll 1
@@ -950,12 +886,11 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
 
 // One row tile over a run of KV tiles, of which there is one at least.
 DEVICE void attend_16_bit(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
-                          const Early& given, int part) {
-  Early early = GUESSES ? given : start_early(p, rows.first);
-  const Warp& w = early.warp;
+                          int part) {
+  const Warp w = locate(shared_base());
   Source source = make_source(p, r, rows, tiles, w);
   u32 q[Q_STEPS][4];
-  start(p, r, rows, w, source, early, q);
+  start(p, r, rows, w, source, q);
 
   Softmax softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
   float o[O_TILES][4] = {};
@@ -993,12 +928,11 @@ DEVICE void attend_16_bit(const VerifyParams& p, const Request& r, const RowTile
 
 // The same over an 8-bit cache.
 DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
-  Early early = start_early(p, rows.first);
-  const Warp& w = early.warp;
+  const Warp w = locate(shared_base());
   Source source = make_source(p, r, rows, tiles, w);
   Scales scales[ROW_TILES] = {};
   u32 unused[Q_STEPS][4];
-  start(p, r, rows, w, source, early, unused);
+  start(p, r, rows, w, source, unused);
   Query q;
   load_query(p, r, rows, w, q, scales);
 
@@ -1081,12 +1015,11 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
   }
 }
 
-DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
-                   const Early& early, int part) {
+DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
   if constexpr (FP8)
     attend_fp8(p, r, rows, tiles, part);
   else
-    attend_16_bit(p, r, rows, tiles, early, part);
+    attend_16_bit(p, r, rows, tiles, part);
 }
 
 // Brings the page ids of the block's first tiles to the level-2 cache while the request's lengths are on their way, in
@@ -1099,7 +1032,7 @@ DEVICE void prefetch_ids(const VerifyParams& p) {
   prefetch_l2((const u8*)p.page_ids + id * (p.wide_ids ? 8 : 4));
 }
 
-DEVICE void attend_split(const VerifyParams& p, const Request& r, const Early& early) {
+DEVICE void attend_split(const VerifyParams& p, const Request& r) {
   const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
   if (rows.end <= rows.first) return;
   const TileRange tiles = split_tiles(p, r, rows, block_idx_y());
@@ -1108,7 +1041,7 @@ DEVICE void attend_split(const VerifyParams& p, const Request& r, const Early& e
     if (tiles.begin == tiles.end) return;
   }
   if (tiles.begin == tiles.end) return store_empty<THREADS>(p, r, 0, rows.first, rows.end);
-  attend(p, r, rows, tiles, early, 0);
+  attend(p, r, rows, tiles, 0);
 }
 
 // Returns the block's next item.
@@ -1116,7 +1049,7 @@ DEVICE int attend_item(const VerifyParams& p, int item) {
   const WorkItem w = load_work_item(p, item);
   const Request r = request_of(w);
   if (w.tiles.begin < w.tiles.end) {
-    attend(p, r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles, {}, w.part);
+    attend(p, r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles, w.part);
     if constexpr (FP8) block_sync();  // as in all_sync()
     block_sync();                     // orders this item's reads of shared memory before the next item's writes
   } else if (w.request != -1) {
@@ -1130,20 +1063,10 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
 #pragma unroll 1
     for (int item = block_idx_x(); item >= 0;) item = attend_item(p, item);
   } else {
-    if constexpr (GUESSES) {
-      const RequestWords words = load_request_words<true>(p, block_idx_z());
-      const Early early = start_early(p, block_idx_x() * ROWS);
-      const Request r = make_request(p, block_idx_z(), words);
-      attend_split(p, r, early);
-      cp_async_wait_all();  // where the block has no tiles
-      store_padding<THREADS>(p, r);
-    } else {
-      if constexpr (START == 0) prefetch_ids(p);
-      const Request r = load_request(p, block_idx_z());
-      if constexpr (START > 0) prefetch_ids(p);
-      attend_split(p, r, {});
-      store_padding<THREADS>(p, r);
-    }
+    prefetch_ids(p);
+    const Request r = load_request(p, block_idx_z());
+    attend_split(p, r);
+    store_padding<THREADS>(p, r);
   }
   launch_dependents();
 }

@@ -48,6 +48,18 @@ def split_warps(num_splits: int, num_rows: int = 1) -> int:
     return 8 if num_splits > 32 and num_rows <= 64 else 4
 
 
+def defines(num_splits: int, num_rows: int = 1) -> dict[str, int]:
+    """Return the constants of the kernel without its element types.
+
+    Parameters
+    ----------
+    num_splits, num_rows : int
+        Of the call.
+    """
+    few = {"FEW_SPLITS": 1} if num_splits <= _WARP else {}
+    return {"SPLIT_WARPS": split_warps(num_splits, num_rows)} | few
+
+
 def merge_splits(num_rows: int = 1) -> list[int]:
     """List numbers of splits that cover all the ways `combine` is compiled, the smallest of each.
 
@@ -56,9 +68,9 @@ def merge_splits(num_rows: int = 1) -> list[int]:
     num_rows : int
         Rows of out.
     """
-    first: dict[int, int] = {}
+    first: dict[frozenset[tuple[str, int]], int] = {}
     for splits in range(2, MAX_SPLITS + 1):
-        first.setdefault(split_warps(splits, num_rows), splits)
+        first.setdefault(frozenset(defines(splits, num_rows).items()), splits)
     return list(first.values())
 
 
@@ -85,7 +97,8 @@ def shared_bytes(num_splits: int, num_rows: int = 1) -> int:
     num_splits, num_rows : int
         Of the call.
     """
-    return MAX_SPLITS * 4 + _warps(num_splits, num_rows) * (2 * 4 + _WARP * 16)
+    most = _WARP if num_splits <= _WARP else MAX_SPLITS
+    return most * 4 + _warps(num_splits, num_rows) * (2 * 4 + _WARP * 16)
 
 
 def chunk_warps(num_chunks: int, num_rows: int) -> int:

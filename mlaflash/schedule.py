@@ -490,7 +490,7 @@ def with_combine(problem: Problem, config: KernelConfig, launch: Launch, splits:
     types = dtype_defines(problem.dtype, problem.out_dtype, partial_dtype)
     merge = Launch(
         "combine",
-        types | {"SPLIT_WARPS": combine.split_warps(splits, problem.rows)},
+        types | combine.defines(splits, problem.rows),
         combine.grid(problem.rows, splits),
         combine.block(splits, problem.rows),
         combine.shared_bytes(splits, problem.rows),
@@ -502,7 +502,7 @@ def with_combine(problem: Problem, config: KernelConfig, launch: Launch, splits:
 def _partials(problem: Problem, splits: int, dtype: str) -> tuple[Workspace, ...]:
     return (
         Workspace("partial_out", (splits, problem.rows, 512), dtype),
-        Workspace("partial_lse", (splits, problem.rows), "float32"),
+        Workspace("partial_lse", (problem.rows, splits), "float32"),
     )
 
 

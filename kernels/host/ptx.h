@@ -39,8 +39,9 @@ DEVICE u8 ld_global_u8(const void* ptr, SITE) { return emulator::load_global<u8>
 DEVICE u16 ld_global_u16(const void* ptr, SITE) { return emulator::load_global<u16>(ptr, site); }
 DEVICE u32 ld_global_u32(const void* ptr, SITE) { return emulator::load_global<u32>(ptr, site); }
 DEVICE u32 ld_global_early_u32(const void* ptr, SITE) { return emulator::load_global<u32>(ptr, site); }
-DEVICE u32 ld_global_volatile_u32(const void* ptr, SITE) { return ld_global_u32(ptr, site); }
+DEVICE float ld_global_volatile_f32(const void* ptr, SITE) { return emulator::load_global<float>(ptr, site); }
 DEVICE u32x2 ld_global_volatile_u32x2(const void* ptr, SITE) { return emulator::load_global<u32x2>(ptr, site); }
+DEVICE f32x4 ld_global_volatile_f32x4(const void* ptr, SITE) { return emulator::load_global<f32x4>(ptr, site); }
 DEVICE u64 ld_global_u64(const void* ptr, SITE) { return emulator::load_global<u64>(ptr, site); }
 DEVICE float ld_global_f32(const void* ptr, SITE) { return emulator::load_global<float>(ptr, site); }
 DEVICE u32x2 ld_global_u32x2(const void* ptr, SITE) { return emulator::load_global<u32x2>(ptr, site); }

@@ -20,55 +20,34 @@ DEVICE i64 load_id(const void* ids, bool wide, i64 index) {
   return wide ? (i64)ld_global_u64((const u64*)ids + index) : (i64)(i32)ld_global_u32((const u32*)ids + index);
 }
 
-// What memory says about a request, as it is loaded.
-struct RequestWords {
-  i32 kv_len, q_begin, q_end, tail_len;
-  u32 id_begin, id_begin_high;
-};
-
-template <bool PINNED>
-DEVICE u32 load_early(const u32* ptr) {
-  return PINNED ? ld_global_volatile_u32(ptr) : ld_global_early_u32(ptr);
-}
-
 // All loads come before the first use of one: every block starts with this, and waits for memory once. Where an array
 // is missing, the address of another one is read in its place, because a branch would end the run of loads.
-template <bool PINNED = false>  // no later branch holds the loads up
-DEVICE RequestWords load_request_words(const VerifyParams& p, int index) {
-  const u32* kv_lens = (const u32*)p.kv_lens + index;
-  const u32* qo_indptr = p.qo_indptr ? (const u32*)p.qo_indptr + index : kv_lens;
-  const u32* tail_lens = p.tail_lens ? (const u32*)p.tail_lens + index : kv_lens;
-  const u32* kv_indptr = p.kv_indptr ? (const u32*)p.kv_indptr + ((i64)index << p.wide_indptr) : kv_lens;
-  RequestWords w;
-  w.kv_len = (i32)load_early<PINNED>(kv_lens);
-  w.q_begin = (i32)load_early<PINNED>(qo_indptr);
-  w.q_end = (i32)load_early<PINNED>(p.qo_indptr ? qo_indptr + 1 : qo_indptr);
-  w.tail_len = (i32)load_early<PINNED>(tail_lens);
-  w.id_begin = load_early<PINNED>(kv_indptr);
-  w.id_begin_high = load_early<PINNED>(p.wide_indptr ? kv_indptr + 1 : kv_indptr);
-  return w;
-}
-
-DEVICE Request make_request(const VerifyParams& p, int index, const RequestWords& w) {
-  Request r;
-  r.index = index;
-  r.id_begin = p.wide_indptr ? (i64)((u64)w.id_begin_high << 32 | w.id_begin) : (i64)(i32)w.id_begin;
-  if (!p.kv_indptr) r.id_begin = index * p.block_table_stride;
-  r.q_begin = p.qo_indptr ? w.q_begin : index * p.max_q_len;
-  r.q_len = p.qo_indptr ? w.q_end - w.q_begin : p.max_q_len;
-  // None of these is negative. The question keeps their loads from sinking below the branches that q_len decides.
-  if ((r.id_begin | w.kv_len | w.tail_len) < 0) r.q_len = 0;
-  r.kv_len = w.kv_len;
-  r.tail_len = p.tail_lens ? w.tail_len : r.q_len;
-  return r;
-}
-
 DEVICE Request load_request(const VerifyParams& p, int index) {
   if constexpr (SPARSE_IDS) {
     const i32 kv_len = p.kv_lens ? (i32)ld_global_u32(p.kv_lens + index) : (i32)p.max_kv_len;
     return {index, index, 1, kv_len, 0, index * p.block_table_stride};
   }
-  return make_request(p, index, load_request_words(p, index));
+  const u32* kv_lens = (const u32*)p.kv_lens + index;
+  const u32* qo_indptr = p.qo_indptr ? (const u32*)p.qo_indptr + index : kv_lens;
+  const u32* tail_lens = p.tail_lens ? (const u32*)p.tail_lens + index : kv_lens;
+  const u32* kv_indptr = p.kv_indptr ? (const u32*)p.kv_indptr + ((i64)index << p.wide_indptr) : kv_lens;
+  const i32 kv_len = (i32)ld_global_early_u32(kv_lens);
+  const i32 q_begin = (i32)ld_global_early_u32(qo_indptr),
+            q_end = (i32)ld_global_early_u32(p.qo_indptr ? qo_indptr + 1 : qo_indptr);
+  const i32 tail_len = (i32)ld_global_early_u32(tail_lens);
+  const u32 id_begin = ld_global_early_u32(kv_indptr),
+            id_begin_high = ld_global_early_u32(p.wide_indptr ? kv_indptr + 1 : kv_indptr);
+  Request r;
+  r.index = index;
+  r.id_begin = p.wide_indptr ? (i64)((u64)id_begin_high << 32 | id_begin) : (i64)(i32)id_begin;
+  if (!p.kv_indptr) r.id_begin = index * p.block_table_stride;
+  r.q_begin = p.qo_indptr ? q_begin : index * p.max_q_len;
+  r.q_len = p.qo_indptr ? q_end - q_begin : p.max_q_len;
+  // None of these is negative. The question keeps their loads from sinking below the branches that q_len decides.
+  if ((r.id_begin | kv_len | tail_len) < 0) r.q_len = 0;
+  r.kv_len = kv_len;
+  r.tail_len = p.tail_lens ? tail_len : r.q_len;
+  return r;
 }
 
 // The last request that starts at or before `token`: requests without query tokens are passed over.

@@ -214,12 +214,17 @@ DEVICE u8* result_row(const VerifyParams& p, const Request& r, int row, int part
                             (r.q_begin + row / p.num_heads) * p.out_stride_t + row % p.num_heads * p.out_stride_h);
 }
 
+// The same of the log-sum-exp: those of a row lie side by side, for combine, but PLANNED they lie as the rows do.
+DEVICE float* partial_lse(const VerifyParams& p, const Request& r, int row, int part) {
+  if constexpr (PLANNED) return p.partial_lse + part_row(part, row);
+  const int split = DETERMINISTIC ? part : block_idx_y();
+  return p.partial_lse + ((i64)r.q_begin * p.num_heads + row) * p.num_splits + split;
+}
+
 // `lse` is base 2.
 DEVICE void store_lse(const VerifyParams& p, const Request& r, int row, int part, float lse) {
   if (is_partial(p, part))
-    st_global_f32(p.partial_lse + (LSE_BY_ROW ? ((i64)r.q_begin * p.num_heads + row) * p.num_splits + block_idx_y()
-                                              : partial_row(p, r, row, part)),
-                  lse);
+    st_global_f32(partial_lse(p, r, row, part), lse);
   else
     st_global_f32(p.lse + (r.q_begin + row / p.num_heads) * p.lse_stride_t + row % p.num_heads * p.lse_stride_h,
                   lse_out(p, lse));

@@ -36,7 +36,7 @@ struct VerifyParams {
   void* out;              // [T, H, 512] in OUT_DTYPE
   float* lse;             // [T, H], natural logarithm, or base 2
   void* partial_out;      // [num_splits, T * H, 512] in PARTIAL_DTYPE, each split normalised by its own sum
-  float* partial_lse;     // [num_splits, T * H], base 2; -inf where a split saw nothing
+  float* partial_lse;     // [T * H, num_splits], base 2; -inf where a split saw nothing
   float* scores;          // naive only: [T, H, max_kv_len]
   u32* counters;          // zero on entry and on exit: arrivals of splits, for a reduction by the last block
 
@@ -110,17 +110,12 @@ static_assert(TK > 0 && (TK & (TK - 1)) == 0, "TK must be a positive power of tw
 #ifdef MLAFLASH_SPLIT_WARPS
 constexpr int SPLIT_WARPS = MLAFLASH_SPLIT_WARPS;
 #endif
-#ifdef MLAFLASH_FORM
-constexpr int FORM = MLAFLASH_FORM;
-#else
-constexpr int FORM = 0;
-#endif
 
-// mma_*, combine: partial_lse is [T * H, num_splits].
-#ifdef MLAFLASH_LSE_BY_ROW
-constexpr bool LSE_BY_ROW = MLAFLASH_LSE_BY_ROW;
+// combine: no more splits than a warp has lanes.
+#ifdef MLAFLASH_FEW_SPLITS
+constexpr bool FEW_SPLITS = MLAFLASH_FEW_SPLITS;
 #else
-constexpr bool LSE_BY_ROW = false;
+constexpr bool FEW_SPLITS = false;
 #endif
 
 // mma_wide: warps are ROW_GROUPS x COLUMN_WARPS; a row group owns 16 packed rows, a column warp its share of the
@@ -146,11 +141,6 @@ constexpr int REFILL_AT = MLAFLASH_REFILL_AT;
 // mma_wide: runs of KV tiles that a block takes side by side.
 #ifdef MLAFLASH_RUNS
 constexpr int RUNS = MLAFLASH_RUNS;
-#endif
-
-// mma_narrow, mma_wide: how a block starts.
-#ifdef MLAFLASH_START
-constexpr int START = MLAFLASH_START;
 #endif
 
 // mma_roles, mma_narrow: of a warp's steps through its dims of q, those that stay in shared memory.

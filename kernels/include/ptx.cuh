@@ -57,15 +57,24 @@ DEVICE u32 ld_global_early_u32(const void* ptr) {
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");
   return v;
 }
-// Stays in front of every branch that follows, even if only one side of it needs the value.
-DEVICE u32 ld_global_volatile_u32(const void* ptr) {
-  u32 v;
-  asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");
+// Of what other multiprocessors wrote. It stays where it stands: ptxas moves other loads behind later branches, and
+// behind shuffles, to where their values are used.
+DEVICE float ld_global_volatile_f32(const void* ptr) {
+  float v;
+  asm volatile("ld.volatile.global.f32 %0, [%1];" : "=f"(v) : "l"(ptr) : "memory");
   return v;
 }
 DEVICE u32x2 ld_global_volatile_u32x2(const void* ptr) {
   u32x2 v;
   asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(ptr) : "memory");
+  return v;
+}
+DEVICE f32x4 ld_global_volatile_f32x4(const void* ptr) {
+  f32x4 v;
+  asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(ptr)
+               : "memory");
   return v;
 }
 // Of data that nobody writes while the kernel runs, by an address that need not be traced to a kernel argument.
