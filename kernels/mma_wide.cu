@@ -2,13 +2,15 @@
 // request over one split of its KV, and reads every KV row once for all of them.
 //
 // Grid:   x = ceil(max_q_len * H / (16 * ROW_GROUPS)) row tiles, y = split, z = request; PLANNED x = work_blocks.
-// Block:  32 * ROW_GROUPS * COLUMN_WARPS threads.
-// Shared: STAGES * 18,704 + ROW_GROUPS * COLUMN_WARPS * 2,048 + 144 bytes (struct Smem).
+// Block:  32 * ROW_GROUPS * COLUMN_WARPS * RUNS threads.
+// Shared: RUNS * (STAGES * 18,704 + ROW_GROUPS * COLUMN_WARPS * 2,048) + 144 bytes (struct Smem).
 // Idea:   Keys and values are one tile of 16 tokens in a ring that cp.async fills. A warp owns 16 rows x one column
 //         warp's share of the 576 dims of q (in registers) and of the 512 output columns; the column warps of a row
 //         group add their partial scores through shared memory and all compute the same weights, which never leave
 //         registers. The tensor cores get q K of tile n and P V of tile n - 1 as one stream: P V waits for nothing, and
-//         fills the gaps that the chain of additions leaves in q K.
+//         fills the gaps that the chain of additions leaves in q K. With two RUNS a block is two of these side by side,
+//         each with half of the KV tiles and a ring of its own, which merge at the end: one block an SM hides latency
+//         as two do, with half as many splits to write and to merge.
 // Source: warp layout of FlashAttention-2 (Dao, arXiv:2307.08691, section 3.3), turned to split the reduction dim as
 //         well, which V = K[:, :512] invites.
 #include "mma.cuh"
@@ -36,7 +38,7 @@ constexpr int MASK_WORDS = 32;                                   // of mask colu
 constexpr int SCORE_BYTES = WARP * 16;                           // one 16 x 8 piece of scores of a warp
 constexpr int EXCHANGE_BUFFER = RUNS * WARPS * 2 * SCORE_BYTES;  // partial scores of a tile
 
-constexpr int Q_STAGE = START > 0 ? STAGES - ROW_GROUPS : 0;  // the first that q passes through
+constexpr int Q_STAGE = STAGES - ROW_GROUPS;  // q passes through this one and those behind it
 
 static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows of a tile");
 static_assert(REFILL_AT >= 0 && REFILL_AT <= STREAM, "the refill interrupts the stream of products");
@@ -440,8 +442,7 @@ DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token
 // q to registers, the first tiles on their way.
 DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, Block& b, State& state) {
   constexpr int AHEAD = STAGES - 1;
-  // Tiles that need not wait for q, which passes through the last stages.
-  constexpr int DIRECT = START > 0 && Q_STAGE < AHEAD ? Q_STAGE : 0;
+  constexpr int DIRECT = Q_STAGE;  // tiles whose stages are free of q; where a mask may hide tokens they wait as well
   const i32 first = b.at.token;
   Slot slots[AHEAD][COPY_ROWS] = {};
   init_barriers(b.ring);
@@ -463,7 +464,7 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   for (int i = DIRECT; i < AHEAD; i++) prefetch_tile(p, b.source, first + i * TILE, slots[i]);
   publish_columns(p, r, rows, b.smem);
   if constexpr (DIRECT > 0)
-    cp_async_wait<1>();
+    cp_async_wait<1>();  // for q alone
   else
     cp_async_wait_all();
   block_sync();  // orders the barriers' initialisation, the mask columns, the item and the copies of q before their

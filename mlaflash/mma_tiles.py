@@ -86,11 +86,14 @@ class MmaWideConfig:
     column_warps : int
         Warps that share a row group's dims and output columns, a power of two.
     stages : int
-        KV tiles in the ring, a power of two: two are in use, the others on their way.
+        KV tiles in the ring: two are in use, the others on their way.
     lookahead : int
         Operand loads that a warp issues ahead of the products that use them.
     refill_at : int
         Which of a warp's ``36 / column_warps`` steps through the dims of a tile is interrupted to refill the ring.
+    runs : int
+        Runs of KV tiles that a block takes side by side, each with as many warps and a ring: 1, or with four warps 2,
+        which plans do not take.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -108,7 +111,6 @@ class MmaWideConfig:
     stages: int = 4
     lookahead: int = 1
     refill_at: int = 9
-    start: int = 0
     runs: int = 1
     nsplit: int | None = None
 
@@ -121,6 +123,10 @@ class MmaWideConfig:
             )
         if self.stages not in (4, 5, 8) or self.stages < self.row_groups:
             raise TileError(f"stages is {self.stages}; it must be 4, 5 or 8, and no less than row_groups. Use 4.")
+        if self.runs not in (1, 2) or self.runs * self.row_groups * self.column_warps > 8:
+            raise TileError(
+                f"runs is {self.runs}; it must be 1, or with four warps (row_groups 2 and column_warps 2) 2. Use 1."
+            )
         if self.lookahead not in (1, 2, 3):
             raise TileError(f"lookahead is {self.lookahead}; it must be 1, 2 or 3. Use 1 for 64 rows, 3 for 32.")
         if not 0 <= self.refill_at <= 36 // self.column_warps:
@@ -147,14 +153,13 @@ class MmaWideConfig:
         return _WARP * self.row_groups * self.column_warps * self.runs
 
     def defines(self) -> dict[str, int]:
-        """Return ROW_GROUPS, COLUMN_WARPS, STAGES, LOOKAHEAD and REFILL_AT."""
+        """Return ROW_GROUPS, COLUMN_WARPS, STAGES, LOOKAHEAD, REFILL_AT and RUNS."""
         return {
             "ROW_GROUPS": self.row_groups,
             "COLUMN_WARPS": self.column_warps,
             "STAGES": self.stages,
             "LOOKAHEAD": self.lookahead,
             "REFILL_AT": self.refill_at,
-            "START": self.start,
             "RUNS": self.runs,
         }
 
@@ -177,6 +182,9 @@ ROWS_32: Final = MmaWideConfig(row_groups=2, column_warps=4, lookahead=3, refill
 
 ROWS_32_PAIR: Final = MmaWideConfig(row_groups=2, column_warps=2, refill_at=5)
 """Row tiles of 32 in blocks of four warps, two on an SM where its shared memory holds them: not within an sm_120's."""
+
+ROWS_32_RUNS: Final = MmaWideConfig(row_groups=2, column_warps=2, stages=5, refill_at=9, runs=2)
+"""The same as one block of two runs: 203,568 bytes. It has half as many splits to merge, and longer to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +230,6 @@ class MmaNarrowConfig:
     row_tiles: int = 1
     column_warps: int = 4
     shared_steps: int = 0
-    start: int = 0
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
@@ -279,7 +286,6 @@ class MmaNarrowConfig:
             "ROW_TILES": self.row_tiles,
             "COLUMN_WARPS": self.column_warps,
             "SHARED_STEPS": self.shared_steps,
-            "START": self.start,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:

@@ -214,11 +214,12 @@ DEVICE u8* result_row(const VerifyParams& p, const Request& r, int row, int part
                             (r.q_begin + row / p.num_heads) * p.out_stride_t + row % p.num_heads * p.out_stride_h);
 }
 
-// The same of the log-sum-exp: those of a row lie side by side, for combine, but PLANNED they lie as the rows do.
+// The same of the log-sum-exp: those of a row lie side by side, for combine, but PLANNED they lie as the rows do. The
+// index fits 32 bits, or the rows would take two terabytes.
 DEVICE float* partial_lse(const VerifyParams& p, const Request& r, int row, int part) {
   if constexpr (PLANNED) return p.partial_lse + part_row(part, row);
   const int split = DETERMINISTIC ? part : block_idx_y();
-  return p.partial_lse + ((i64)r.q_begin * p.num_heads + row) * p.num_splits + split;
+  return p.partial_lse + ((r.q_begin * p.num_heads + row) * p.num_splits + split);
 }
 
 // `lse` is base 2.
