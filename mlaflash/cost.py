@@ -31,6 +31,7 @@ from mlaflash.mma_tiles import (
     ROLES_E4M3,
     ROWS_32,
     ROWS_32_PAIR,
+    ROWS_32_RUNS,
     ROWS_64,
     ROWS_64_ROLES,
     TILE,
@@ -49,11 +50,13 @@ _CACHED_WAIT = 0.3  # of what small pages cost where a tile lies in the level-2 
 _IN_STEP = 8  # row tiles that are in step: pages of one token cost `mma_roles` 5 % over 8 of them, 21 % over 16
 
 # The merge, launched as a dependent: what its launch leaves, a round of loads, and partials that lie in the cache.
-_MERGE_US = 2.0
+_MERGE_US = 1.5
+_MERGE_FEW_US = 1.25  # of up to 32 splits, whose weights every warp finds for itself
 _MERGE_ROUND_US = 1.0
 _MERGE_BANDWIDTH = 0.365  # of the level-2 cache's
-# Where warps share the splits a row has four blocks, of 118 registers a thread on sm_90: an SM holds four at a time.
-_MERGE_BLOCKS_PER_SM = 4
+# Where four warps share more than 32 splits a row has four blocks, of 80 registers a thread on sm_90: an SM holds six
+# at a time. Blocks of other merges fit in one wave.
+_MERGE_BLOCKS_PER_SM = 6
 _MERGE_WAVE_US = 2.4
 
 
@@ -163,6 +166,8 @@ class RowClass:
         Of GPUs that it is chosen for: on older ones it takes more registers than a thread has.
     takes_lists : bool
         Whether it does attention over lists of slots.
+    takes_plans : bool
+        Whether it follows schedules made on the device.
     small_pages : float
         How many times as long a tile takes where it may lie in several pages and every block reads from memory.
     """
@@ -174,6 +179,7 @@ class RowClass:
     blocks_per_sm: int = 1
     least_capability: tuple[int, int] = (8, 0)
     takes_lists: bool = True
+    takes_plans: bool = True
     small_pages: float = 1.0
 
 
@@ -186,6 +192,14 @@ ROW_CLASSES: Final = (
         tile_clocks=2087,
         counts=TileCounts(272, 136, 8_192, 18_432, 4, 132),
         blocks_per_sm=2,
+    ),
+    RowClass(
+        ROWS_32_RUNS,
+        # Fitted to 32 requests of 8,192 tokens alone. Its two runs meet at the end.
+        start_us=13.0,
+        tile_clocks=979,
+        counts=TileCounts(272, 136, 8_192, 18_432, 4, 132),
+        takes_plans=False,
     ),
     RowClass(
         ROWS_64_ROLES,
@@ -345,6 +359,7 @@ def choose(
     max_splits: int = combine.MAX_SPLITS,
     row_tile: int | None = None,
     is_sparse: bool = False,
+    is_planned: bool = False,
     page_size: int = 64,
     kv_dtype: str = "bfloat16",
     speed: Speed | None = None,
@@ -371,6 +386,8 @@ def choose(
         Packed rows of a block, where they are given; None chooses.
     is_sparse : bool
         Whether each query token has a list of its slots.
+    is_planned : bool
+        Whether the schedule is made on the device.
     page_size : int
         Tokens of a page.
     kv_dtype : str
@@ -400,7 +417,7 @@ def choose(
     if not allowed:
         known = ", ".join(str(c.config.rows) for c in row_classes(kv_dtype))
         raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
-    fitting = [c for c in fitting_classes(device, is_sparse, kv_dtype) if c in allowed]
+    fitting = [c for c in fitting_classes(device, is_sparse, kv_dtype) if c in allowed and c.takes_plans >= is_planned]
     if not fitting:
         least = min(c.config.shared_bytes(kv_dtype) for c in allowed if c.blocks_per_sm == 1)
         raise TileError(
@@ -628,7 +645,11 @@ class _Model:
         warps = combine.split_warps(splits, rows)
         rounds = _ceil(splits, 8 * warps)
         waves = rows * combine.grid(rows, splits)[1] / (_MERGE_BLOCKS_PER_SM * self.num_sms) if warps > 1 else 1.0
-        latency = _MERGE_US + _MERGE_ROUND_US * (rounds - 1) + _MERGE_WAVE_US * max(0.0, waves - 1)
+        latency = (
+            (_MERGE_FEW_US if splits <= 32 else _MERGE_US)
+            + _MERGE_ROUND_US * (rounds - 1)
+            + _MERGE_WAVE_US * max(0.0, waves - 1)
+        )
         return latency + self.partial_mb(splits) * 1e3 / (_MERGE_BANDWIDTH * self.speed.l2_gbps)
 
     def call_us(self, row_class: RowClass, splits: int) -> float:

@@ -381,8 +381,8 @@ def test_rows_of_compile_tell_the_forms_apart() -> None:
     assert refused == []
     rows = [(variant.kernel, spell(variant.config)) for variant in found]
     assert len(set(rows)) == len(rows) > 100
-    assert ("combine", "split_warps=1 bfloat16 partial_dtype=float32") in rows
-    assert ("combine", "split_warps=1 bfloat16") in rows
+    assert ("combine", "split_warps=1 few_splits=1 bfloat16 partial_dtype=float32") in rows
+    assert ("combine", "split_warps=1 few_splits=1 bfloat16") in rows
     assert ("mask", "format=retrieve") in rows
     assert ("tile", "ht=8 tk=32 bfloat16 out_dtype=float32") in rows
     narrow = "kv_groups=2 stages=2 exchange_buffers=2 step_tiles=1 row_tiles=1 column_warps=4 shared_steps=0"

@@ -214,8 +214,8 @@ def test_the_merge_knows_neither_the_number_of_chunks_nor_of_warps(chunks: int, 
 def merge(values: np.ndarray, logs: np.ndarray, total: int, warps: int) -> tuple[np.ndarray, np.ndarray]:
     """Run `combine` on 2 tokens of 8 heads with empty chunks behind those given."""
     partial_out = np.full((total, 16, 512), np.nan, values.dtype)
-    partial_lse = np.full((total, 16), -np.inf, np.float32)
-    partial_out[: len(values)], partial_lse[: len(logs)] = values, logs
+    partial_lse = np.full((16, total), -np.inf, np.float32)
+    partial_out[: len(values)], partial_lse[:, : len(logs)] = values, logs.T
     arrays = {
         "partial_out": partial_out,
         "partial_lse": partial_lse,

@@ -35,7 +35,7 @@ def test_shipped_tiles_compile_without_spills(arch: str, config: KernelConfig, d
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("num_splits", [2, 20, 64, 1024])
 def test_combine_compiles_without_spills(arch: str, num_splits: int) -> None:
-    defines = dtype_defines("bfloat16", "bfloat16", "float32") | {"SPLIT_WARPS": combine.split_warps(num_splits)}
+    defines = dtype_defines("bfloat16", "bfloat16", "float32") | combine.defines(num_splits)
     assert_clean("combine", defines, arch, combine.shared_bytes(num_splits))
 
 
@@ -58,5 +58,5 @@ def test_every_valid_tile_compiles_without_spills(arch: str, config: KernelConfi
 def test_every_combine_compiles_without_spills(arch: str, partial_dtype: str, out_dtype: str) -> None:
     for num_splits in (2, 20, 64, 1024):
         defines = dtype_defines(out_dtype, out_dtype, partial_dtype)
-        defines |= {"SPLIT_WARPS": combine.split_warps(num_splits)}
+        defines |= combine.defines(num_splits)
         assert_clean("combine", defines, arch, combine.shared_bytes(num_splits))

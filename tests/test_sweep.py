@@ -411,8 +411,8 @@ def test_a_kernel_that_is_added_is_swept_with_its_own_constants(monkeypatch: pyt
 def test_the_splits_that_check_merges_cover_all_forms_of_combine() -> None:
     from mlaflash import combine
 
-    forms = {combine.split_warps(splits) for splits in range(2, combine.MAX_SPLITS + 1)}
-    assert {combine.split_warps(splits) for splits in combine.merge_splits()} == forms
+    forms = {tuple(combine.defines(splits).items()) for splits in range(2, combine.MAX_SPLITS + 1)}
+    assert {tuple(combine.defines(splits).items()) for splits in combine.merge_splits()} == forms
     assert len(combine.merge_splits()) == len(forms)
 
 

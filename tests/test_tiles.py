@@ -65,7 +65,7 @@ def test_shared_bytes_agree_with_naive(dtype: str) -> None:
 
 @pytest.mark.parametrize("num_splits", [2, 20, 64, 1024])
 def test_shared_bytes_agree_with_combine(num_splits: int) -> None:
-    defines = dtype_defines("float32", "float32", "float32") | {"SPLIT_WARPS": combine.split_warps(num_splits)}
+    defines = dtype_defines("float32", "float32", "float32") | combine.defines(num_splits)
     agrees("combine", defines, combine.shared_bytes(num_splits))
 
 
