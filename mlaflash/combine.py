@@ -61,7 +61,7 @@ def defines(num_splits: int, num_rows: int = 1) -> dict[str, int]:
 
 
 def merge_splits(num_rows: int = 1) -> list[int]:
-    """List numbers of splits that cover all the ways `combine` is compiled, the smallest of each.
+    """List numbers of splits that cover all the ways `combine` is compiled for so many rows, the smallest of each.
 
     Parameters
     ----------

@@ -241,13 +241,14 @@ def call_launches(shape: VerifyShape, device: Device) -> tuple[Launch, ...]:
         configs += [c.config for c in cost.fitting_classes(device, kv_dtype=shape.stored)]
         if shape.stored == shape.dtype:
             configs += tuned.configs(device)
-    # The fewer rows a call has, the more ways there are to merge its splits.
-    least = replace(shape, batch=1, q_len=1).problem()
+    # Splits of few rows and of many are merged in other ways; no way is for numbers of rows between alone.
+    problems = [replace(shape, batch=1, q_len=1).problem(), shape.problem()]
     return _distinct(
         launch
         for config in configs
-        for splits in (1, *combine.merge_splits(least.rows))
-        for launch in schedule.plan(least, device, tiles=replace(config, nsplit=splits)).launches
+        for problem in problems
+        for splits in (1, *combine.merge_splits(problem.rows))
+        for launch in schedule.plan(problem, device, tiles=replace(config, nsplit=splits)).launches
     )
 
 

@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import mlaflash
+from mlaflash.combine import defines as merge_defines
 from mlaflash.commands.check import repeat as check_repeat
 from mlaflash.commands.main import main
 from mlaflash.commands.options import DTYPES, given_axes
@@ -33,6 +34,7 @@ from mlaflash.lab.presets import cases
 from mlaflash.lab.space import SPACES
 from mlaflash.lab.target import EmulatorTarget, read_problem
 from mlaflash.lab.variants import COMPILED, compile_all, spell, variants
+from mlaflash.lab.variants import form as form_of
 from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_32_RUNS, ROWS_64, ROWS_64_ROLES
 from mlaflash.params import FP8_CODES
 from mlaflash.problem import Problem
@@ -381,6 +383,10 @@ def test_rows_of_compile_tell_the_forms_apart() -> None:
     assert refused == []
     rows = [(variant.kernel, spell(variant.config)) for variant in found]
     assert len(set(rows)) == len(rows) > 100
+    merges = {
+        spell(form_of("combine", merge_defines(splits, rows))) for splits in (2, 9, 33, 65) for rows in (1, 65, 256)
+    }
+    assert {("combine", f"{merge} bfloat16") for merge in merges} <= set(rows)
     assert ("combine", "split_warps=1 few_splits=1 bfloat16 partial_dtype=float32") in rows
     assert ("combine", "split_warps=1 few_splits=1 bfloat16") in rows
     assert ("mask", "format=retrieve") in rows
@@ -671,7 +677,7 @@ def test_cache_commands(tmp_path: Path) -> None:
     assert {(entry["kernel"], entry["arch"]) for entry in listed} == {("combine", "sm_120")}
     assert all(Path(entry["path"]).stat().st_size == entry["bytes"] for entry in listed)
     table = run("cache", "list", MLAFLASH_CACHE_DIR=cache, COLUMNS="80").stdout
-    assert re.search(r"^combine +sm_120 +split_warps=4 float16 partial_dtype=float32 +\d+$", table, re.MULTILINE)
+    assert re.search(r"^combine +sm_120 +split_warps=8 float16 partial_dtype=float32 +\d+$", table, re.MULTILINE)
     assert table.count("sm_120") == len(listed)
     assert max(map(len, table.splitlines()[:-1])) <= 80
     cleared = run("cache", "clear", MLAFLASH_CACHE_DIR=cache)

@@ -299,11 +299,13 @@ class _Call:
     deterministic: bool = False
 
 
+_MANY_TOKENS = 9  # of 8 heads: so many rows that their splits are merged in another way than those of one token
+
+
 def _calls(
     device: Device, dtypes: Sequence[str], out_dtypes: Sequence[str], kv_dtypes: Sequence[str], every_tile: bool
 ) -> Iterator[_Call]:
     """List calls that together need every form."""
-    splits = [1, *combine.merge_splits()]
     candidates: list[_Call] = []
     for dtype, kv_dtype in itertools.product(dtypes, (*DTYPE_CODES, *FP8_CODES)):
         is_fp8 = kv_dtype in FP8_CODES
@@ -327,8 +329,9 @@ def _calls(
                     for config in shipped:
                         yield _Call(kernel, problem, config)
                         if space is not None and space.axes and config is not None:
-                            for nsplit in splits:
-                                yield _Call(kernel, problem, space.change(config, {"nsplit": nsplit}))
+                            for merged in (problem, replace(problem, num_tokens=_MANY_TOKENS)):
+                                for nsplit in (1, *combine.merge_splits(merged.rows)):
+                                    yield _Call(kernel, merged, space.change(config, {"nsplit": nsplit}))
                     if every_tile and space is not None and space.axes and out_dtype == dtype and not any(features):
                         tiles = space.candidates("gpu", {"nsplit": [1]}, kv_dtype)
                         candidates += [_Call(kernel, problem, config, is_shipped=False) for config in tiles]
