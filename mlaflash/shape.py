@@ -242,7 +242,8 @@ def call_launches(shape: VerifyShape, device: Device) -> tuple[Launch, ...]:
         if shape.stored == shape.dtype:
             configs += tuned.configs(device)
     # Splits of few rows and of many are merged in other ways; no way is for numbers of rows between alone.
-    problems = [replace(shape, batch=1, q_len=1).problem(), shape.problem()]
+    least = replace(shape, batch=1, q_len=1).problem()
+    problems = [least, replace(least, num_tokens=shape.problem().num_tokens)]
     return _distinct(
         launch
         for config in configs
