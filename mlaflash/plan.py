@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mlaflash import cost, mask_pack
 from mlaflash.attention import Export, output_views
-from mlaflash.checks import choice, finite, integer, is_number
+from mlaflash.checks import choice, finite, flag, integer, is_number
 from mlaflash.device import Device
 from mlaflash.errors import BusyError, InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
@@ -572,7 +572,7 @@ class VerifyPlan:
                     )
                 tails = vector(backend.view, "tail_lens", tail_lens, ("int32",), batch)
             kv_ptrs, ids = self._ids(batch, kv_indptr, kv_indices, block_table)
-            if validate:
+            if flag("validate", validate):
                 self._validate(lens, indptr, q_len, kv_ptrs, ids)
             # The mask first, which may be refused: then the last update is still in force.
             self._take_mask(mask, qo_indptr, q_len, batch, tail_lens, stream)

@@ -168,6 +168,16 @@ class Problem:
         return (*self.q.shape, DL)
 
     @property
+    def inputs(self) -> list[ArrayView]:
+        """Every array that a kernel may read."""
+        found = [self.kv_lens, self.kv_indptr, self.page_ids, self.qo_indptr, self.tail_lens, self.mask_words]
+        found.append(self.kv_scale)
+        for rows in (self.q, self.kv, self.new_kv):
+            if rows is not None:
+                found += [rows.latent] if rows.fused else [rows.latent, rows.rope]
+        return [view for view in found if view is not None]
+
+    @property
     def rope_offsets(self) -> dict[str, int]:
         """Bytes from the latent to the rope columns of rows in one array, by the name of the argument."""
         rows = {"q": self.q, "kv_cache": self.kv, "new_kv": self.new_kv}

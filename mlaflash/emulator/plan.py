@@ -131,7 +131,7 @@ class VerifyPlan(GpuVerifyPlan):
         self.seed = seed
 
     def _make_backend(self, budget: str | None) -> Backend:
-        device = Device.for_arch(budget or DEFAULT_ARCH)
+        device = Device.for_arch(DEFAULT_ARCH if budget is None else budget)
         self._emulator = EmulatorBackend(device if self._num_sms is None else replace(device, num_sms=self._num_sms))
         return self._emulator
 
