@@ -22,7 +22,16 @@ from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaKernelConfig, feature_defines
 from mlaflash.params import DL, FP8_CODES, MASK_CODES, new_params, numpy_dtype
-from mlaflash.problem import Problem, check_pages, element_type, kv_element_type, kv_scale_view, soft_cap, vector
+from mlaflash.problem import (
+    MAX_KV_LEN,
+    Problem,
+    check_pages,
+    element_type,
+    kv_element_type,
+    kv_scale_view,
+    soft_cap,
+    vector,
+)
 from mlaflash.reuse import Recent, Reusable, Signature
 from mlaflash.schedule import (
     FP8_KERNELS,
@@ -269,6 +278,8 @@ def check_capacity(
         "max_kv_len": integer("max_kv_len", max_kv_len, 1),
         "page_size": integer("page_size", page_size, 1),
     }
+    if sizes["max_kv_len"] > MAX_KV_LEN:
+        raise UnsupportedError(f"max_kv_len is {max_kv_len}; a request has at most {MAX_KV_LEN} tokens.")
     tokens = sizes["max_batch"] * sizes["max_q_len"]
     table_width = -(-sizes["max_kv_len"] // sizes["page_size"])
     dtype = element_type("q_dtype", q_dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from mlaflash.masks import TreeMask
 from mlaflash.params import DL, DR, DS_MLA_BYTES, DS_MLA_ROPE, DTYPE_CODES, FP8_CODES, MASK_CODES, D
 
 View = Callable[[str, Any], ArrayView]
+
+MAX_KV_LEN: Final = 2**31 - 256
+"""Most tokens of a request: the kernels round lengths up to whole tiles in 32 bits."""
 
 _IDS = ("int32", "int64")
 _Q_SHAPES = (3, 4), "(T, H, 576) or (B, S, H, 576)"
@@ -818,9 +821,8 @@ def soft_cap(value: Any) -> float:
 
 
 def _bound(max_kv_len: int | None, ids_bound: int) -> int:
-    if max_kv_len is None:
-        return ids_bound
-    return min(integer("max_kv_len", max_kv_len, 0), ids_bound)
+    bound = min(ids_bound, MAX_KV_LEN)
+    return bound if max_kv_len is None else min(integer("max_kv_len", max_kv_len, 0), bound)
 
 
 def _out_dtype(value: Any, q_dtype: str) -> str:
