@@ -50,6 +50,7 @@ MAX_WORK_BLOCKS: Final = 1024
 """Most blocks of a planned kernel."""
 
 _PLAN_THREADS = 512
+_MOST = 2**31 - 1
 _PLAN_SHARED = 128
 _COMBINE_THREADS = 512
 _COMBINE_SHARED = 16 * (32 * 16 + 4)
@@ -278,6 +279,11 @@ def check_capacity(
         "max_kv_len": integer("max_kv_len", max_kv_len, 1),
         "page_size": integer("page_size", page_size, 1),
     }
+    given = {"max_tokens": max_tokens, "max_ids": max_ids}
+    optional = {name: integer(name, value, 1) for name, value in given.items() if value is not None}
+    for name, size in (sizes | optional).items():
+        if size > _MOST:
+            raise UnsupportedError(f"{name} is {size}; the kernels count in 32 bits, up to {_MOST}.")
     if sizes["max_kv_len"] > MAX_KV_LEN:
         raise UnsupportedError(f"max_kv_len is {max_kv_len}; a request has at most {MAX_KV_LEN} tokens.")
     tokens = sizes["max_batch"] * sizes["max_q_len"]
@@ -295,7 +301,7 @@ def check_capacity(
         )
     if kv_name == "fp8_ds_mla" and split_kv:
         raise UnsupportedError("split_kv is set and kv_dtype 'fp8_ds_mla', whose rows are one array. Leave it out.")
-    if mask not in MASK_CODES:
+    if not isinstance(mask, str) or mask not in MASK_CODES:
         raise InvalidArgumentError(
             f"mask is {mask!r}; a plan is made for one of {', '.join(map(repr, MASK_CODES))}, and update() takes the "
             "tree itself."
@@ -307,8 +313,8 @@ def check_capacity(
         raise InvalidArgumentError(f"id_dtype is {id_dtype!r}; allowed are int32 and int64.")
     return Capacity(
         **sizes,
-        max_tokens=tokens if max_tokens is None else integer("max_tokens", max_tokens, 1),
-        max_ids=sizes["max_batch"] * table_width if max_ids is None else integer("max_ids", max_ids, 1),
+        max_tokens=optional.get("max_tokens", tokens),
+        max_ids=optional.get("max_ids", sizes["max_batch"] * table_width),
         sm_scale=finite("sm_scale", sm_scale),
         logit_cap=soft_cap(logit_cap),
         dtype=dtype,
@@ -316,10 +322,10 @@ def check_capacity(
         out_dtype=dtype if out_dtype is None else element_type("out_dtype", out_dtype),
         id_dtype=id_name,
         mask=mask,
-        block_table=bool(block_table),
-        new_kv=bool(new_kv),
-        split_kv=bool(split_kv),
-        copy_ids=bool(copy_ids),
+        block_table=flag("block_table", block_table),
+        new_kv=flag("new_kv", new_kv),
+        split_kv=flag("split_kv", split_kv),
+        copy_ids=flag("copy_ids", copy_ids),
         lse_base=choice("lse_base", lse_base, ("e", "2")),
     )
 

@@ -12,6 +12,7 @@ import pytest
 from mlaflash import MaskSource, TreeMask, emulator, kv, merge_states, spec
 from mlaflash.distributed import Contiguous, Interleaved, shard_lens
 from mlaflash.errors import EmulatorError, InvalidArgumentError, MlaFlashError, ShapeError, UnsupportedError
+from mlaflash.mma_tiles import NARROW
 
 RNG = np.random.default_rng(0)
 BF16 = ml_dtypes.bfloat16
@@ -44,19 +45,28 @@ def packed(
 
 
 def stepped(q: Any, kv_cache: Any, new_kv: Any, kv_scale: Any, out: Any, lse: Any, **update: Any) -> Any:
-    plan = emulator.VerifyPlan(
-        num_heads=2, max_batch=2, max_q_len=4, max_kv_len=16, sm_scale=0.1, mask="tree", id_dtype="int64", num_sms=1
-    )
+    plan = emulator.VerifyPlan(**CAPACITY)
     plan.update(**update)
     return plan.run(q, kv_cache, new_kv=new_kv, kv_scale=kv_scale, out=out, lse=lse)
 
 
+CAPACITY: dict[str, Any] = {
+    **{"num_heads": 2, "max_batch": 2, "max_q_len": 4, "max_kv_len": 16, "sm_scale": 0.1},
+    **{"mask": "tree", "id_dtype": "int64", "num_sms": 1},
+}
 RESULT: dict[str, Any] = {"num_tokens": 8, "max_q": 4, "qo_indptr": BOUNDS, "words": np.zeros((8, 1), np.uint32)}
 RUN = {name: VERIFY[name] for name in ("q", "kv_cache", "new_kv", "kv_scale", "out", "lse", "mask", "tail_lens")}
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "mla_verify": (emulator.mla_verify, VERIFY),
     "mla_sparse": (emulator.mla_sparse, SPARSE | {"indices": np.zeros((8, 5), np.int32), "topk_lens": None}),
     "VerifyPlan": (stepped, RUN | STEP | {"q_len": None, "block_table": None, "validate": True}),
+    "VerifyPlan, made": (
+        emulator.VerifyPlan,
+        CAPACITY
+        | {"page_size": 16, "max_tokens": None, "max_ids": None, "q_dtype": "bfloat16", "kv_dtype": None, "seed": 0}
+        | {"out_dtype": None, "lse_base": "e", "tiles": NARROW, "budget": None, "workspace": None, "logit_cap": 0.0}
+        | dict.fromkeys(("block_table", "new_kv", "split_kv", "copy_ids"), False),
+    ),
     "from_parents": (TreeMask.from_parents, {"parents": PARENTS.ravel(), "qo_indptr": BOUNDS}),
     "from_dense": (TreeMask.from_dense, {"dense": np.ones((2, 4, 4), bool)}),
     "from_packed": (TreeMask.from_packed, {"words": np.ones((8, 1), np.uint32), "max_q": 4}),
