@@ -145,7 +145,7 @@ def test_results_share_no_memory_with_what_is_read(torch: Any) -> None:
     with pytest.raises(mlaflash.ShapeError, match="out shares memory with kv_cache"):
         mlaflash.mla_verify(**tensors, out=tensors["kv_cache"].view(-1)[: 16 * 8 * 512].view(16, 8, 512))
     one = torch.zeros((16, 1), device="cuda").expand(16, 8)
-    with pytest.raises(mlaflash.ShapeError, match="lse has strides .* lie on each other"):
+    with pytest.raises(mlaflash.ShapeError, match=r"lse has strides .* lie on each other"):
         mlaflash.mla_verify(**tensors, lse=one)
 
 
