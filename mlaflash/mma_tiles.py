@@ -199,6 +199,11 @@ class MmaNarrowConfig:
     shared_steps : int
         With two row tiles or two column warps, of the steps through a warp's share of q those that stay in shared
         memory for want of registers, 0 to 7.
+    shifted_values : int
+        Over a cache of 8 bits, of the two operands that a load of values makes, those that integer instructions make
+        in place of conversions, 0 to 2.
+    split_softmax : int
+        1: each of the four warps of a group weighs a quarter of 32 rows x 16 tokens of e4m3, or 16 x 32, for all.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -218,6 +223,8 @@ class MmaNarrowConfig:
     row_tiles: int = 1
     column_warps: int = 4
     shared_steps: int = 0
+    shifted_values: int = 0
+    split_softmax: int = 0
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
@@ -238,6 +245,18 @@ class MmaNarrowConfig:
             raise TileError(
                 f"shared_steps is {self.shared_steps}; it must be 0, or with two row tiles or two column warps at "
                 "most 7. Use 0."
+            )
+        if self.split_softmax and (
+            self.column_warps != 4 or self.row_tiles * self.step_tiles != 2 or self.exchange_buffers != 1
+        ):
+            raise TileError(
+                f"split_softmax is {self.split_softmax}, column_warps {self.column_warps}, row_tiles {self.row_tiles}, "
+                f"step_tiles {self.step_tiles} and exchange_buffers {self.exchange_buffers}; 1 takes 4 column warps, "
+                "two row tiles or two tiles at once, and one buffer. Use 0."
+            )
+        if self.shifted_values not in (0, 1, 2):
+            raise TileError(
+                f"shifted_values is {self.shifted_values}; it must be 0, or for a cache of 8 bits 1 or 2. Use 0."
             )
         if self.kv_groups not in (1, 2) or self.exchange_buffers not in (1, 2):
             raise TileError(
@@ -274,14 +293,19 @@ class MmaNarrowConfig:
             "ROW_TILES": self.row_tiles,
             "COLUMN_WARPS": self.column_warps,
             "SHARED_STEPS": self.shared_steps,
+            "SHIFTED_VALUES": self.shifted_values,
+            "SPLIT_SOFTMAX": self.split_softmax,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
         """Bytes of the warps' rings, each a quarter of a KV row wide and with page ids, of partial scores, and of q."""
         ring = self.stages * self.step_tiles * TILE * (_slice_pitch(kv_dtype, self.column_warps) + 4)
         scores = self.exchange_buffers * self.row_tiles * self.step_tiles * TILE * TILE * 4
-        q = self.column_warps * (self.shared_steps * self.row_tiles + self.row_tiles - 1) * TILE * TILE * 2
-        return self.threads // _WARP * (ring + scores) + q
+        q = self.column_warps * self.shared_steps * self.row_tiles * 512
+        units = self.column_warps * (self.row_tiles - 1) * 512
+        if self.split_softmax:
+            units = self.kv_groups * (self.row_tiles * self.step_tiles * 512 + self.rows * 8 + 16)
+        return self.threads // _WARP * (ring + scores) + q + units
 
     def as_dict(self) -> dict[str, int]:
         """Return the constants, and `nsplit` where it is set."""

@@ -203,10 +203,12 @@ def check_cache(config: KernelConfig, kv_dtype: str) -> None:
             ("step_tiles", 1, is_fp8),
             ("row_tiles", 1, is_fp8),
             ("column_warps", 4, kv_dtype == "float8_e4m3"),
+            ("shifted_values", 0, is_fp8),
+            ("split_softmax", 0, kv_dtype == "float8_e4m3"),
         ):
             value = getattr(config, name)
             if value != usual and not takes:
-                caches = "of float8_e4m3" if name == "column_warps" else "of 8 bits"
+                caches = "of float8_e4m3" if name in ("column_warps", "split_softmax") else "of 8 bits"
                 raise TileError(
                     f"{name} is {value} and kv_cache is {kv_dtype}; other than {usual} is for caches {caches}. "
                     f"Use {usual}."

@@ -36,6 +36,8 @@ BUILDS = {
     "narrow-groups": (E4M3, MmaNarrowConfig(2, 3, 2, 1)),
     "narrow-halves": (E4M3, MmaNarrowConfig(2, 2, 1, 1, 1, 2, 6)),
     "narrow-32": (E4M3, NARROW_32_E4M3),
+    "split-16": (E4M3, MmaNarrowConfig(1, 2, 1, 2, shifted_values=1, split_softmax=1)),
+    "split-32": (E4M3, MmaNarrowConfig(2, 3, 1, 1, 2, shifted_values=2, shared_steps=1, split_softmax=1)),
     "roles": (E4M3, ROLES_E4M3),
     "narrow-ds": (DS_MLA, NARROW_DS_MLA),
     "narrow-ds-32": (DS_MLA, MmaNarrowConfig(stages=3, exchange_buffers=1, row_tiles=2, shared_steps=3)),

@@ -177,4 +177,8 @@ constexpr int KV_GROUPS = MLAFLASH_KV_GROUPS;
 constexpr int EXCHANGE_BUFFERS = MLAFLASH_EXCHANGE_BUFFERS;
 constexpr int STEP_TILES = MLAFLASH_STEP_TILES;
 constexpr int ROW_TILES = MLAFLASH_ROW_TILES;
+// Over 8 bits: of the two operands that a load of values makes, those that integer instructions make.
+constexpr int SHIFTED_VALUES = MLAFLASH_SHIFTED_VALUES;
+// 1: each warp of a group weighs a quarter of the rows for all of them.
+constexpr int SPLIT_SOFTMAX = MLAFLASH_SPLIT_SOFTMAX;
 #endif
