@@ -23,15 +23,21 @@ constexpr int THREADS = (SCORE_WARPS + VALUE_WARPS) * WARP;
 constexpr int ROW_TILES = 4;  // of 16 rows
 constexpr int ROWS = ROW_TILES * 16;
 
-constexpr int ROW_BYTES = D * 2;
-constexpr int LATENT_BYTES = DL * 2;
-constexpr int PITCH = ROW_BYTES + 16;  // an odd multiple of 16 bytes: the 8 rows of an ldmatrix phase hit all 32 banks
-constexpr int STAGE_BYTES = TILE * PITCH + 16;  // a tile and its two mbarriers
+constexpr bool DIRECT = FP8 && CODE_STAGES == 0;  // every warp makes operands of codes itself
 
-constexpr int K_STEPS = D / 16 / 2;                     // products of 16 dims in a score warp's half of q K
-constexpr int V_STEPS = DL / 16 / VALUE_WARPS;          // 16-column pieces of a value warp's part of P V
-constexpr int O_TILES = 2 * V_STEPS;                    // 8-column tiles of it
-constexpr int REGISTER_STEPS = K_STEPS - SHARED_STEPS;  // the rest of q comes from shared memory, tile by tile
+constexpr int ROW_BYTES = D * 2;  // in 16 bits
+constexpr int LATENT_BYTES = DL * 2;
+constexpr int Q_PITCH =
+    ROW_BYTES + 16;  // an odd multiple of 16 bytes: the 8 rows of an ldmatrix phase hit all 32 banks
+constexpr int PITCH = DIRECT ? D + 16 : Q_PITCH;                // likewise, of KV rows
+constexpr int STAGE_BYTES = TILE * PITCH + 16;                  // a tile and its two mbarriers
+constexpr int Q_BYTES = DIRECT ? TILE * Q_PITCH : STAGE_BYTES;  // 16 rows of q, before they are in registers
+
+constexpr int K_STEPS = D / 16 / 2;                      // products of 16 dims in a score warp's half of q K
+constexpr int K_LOADS = DIRECT ? K_STEPS / 2 : K_STEPS;  // ldmatrix of K for them
+constexpr int V_STEPS = DL / 16 / VALUE_WARPS;           // 16-column pieces of a value warp's part of P V
+constexpr int O_TILES = 2 * V_STEPS;                     // 8-column tiles of it
+constexpr int REGISTER_STEPS = K_STEPS - SHARED_STEPS;   // the rest of q comes from shared memory, tile by tile
 
 constexpr int LOADERS = VALUE_WARPS * WARP;                   // threads that copy q and KV
 constexpr int COPY_LANES = FP8 ? LOADERS / TILE : 8;          // lanes that copy 16 bytes each of a row at a time
@@ -44,11 +50,14 @@ constexpr int FRAGMENT_BYTES = WARP * 16;                     // a fragment of f
 // looks whether a base rises, and stores the weights.
 constexpr int TAKE_AT = 3, MAXIMA_AT = 6, RAISE_AT = 8, STORE_AT = 13;
 
+static_assert(SHIFTED_VALUES == 0 || (DIRECT && SHIFTED_VALUES == 2), "a warp makes operands of values in one way");
 static_assert(SHARED_STEPS >= 0 && SHARED_STEPS <= K_STEPS - STORE_AT, "steps of q in shared memory");
-static_assert(K_STEPS % (LOOKAHEAD + 1) == 0, "the buffers of K take turns across tiles");
-static_assert((STAGES & (STAGES - 1)) == 0 || FP8, "a stage's parity is found from the number of its tile");
+static_assert(K_LOADS % (LOOKAHEAD + 1) == 0, "the buffers of K take turns across tiles");
+static_assert((STAGES & (STAGES - 1)) == 0 || CODE_STAGES > 0, "a stage's parity is found from the number of its tile");
 static_assert(STAGES >= ROW_TILES || FP8, "q passes through the ring, 16 rows a stage");
-static_assert(STAGES >= 3 && (CODE_STAGES > 0) == FP8, "score warps wait for tile n + 1 before they weigh tile n - 1");
+static_assert(CODE_STAGES == 0 || FP8, "16 bits need no other ring");
+static_assert(!DIRECT || !NEW_KV, "new rows have no codes");
+static_assert(STAGES >= 3, "score warps wait for tile n + 1 before they weigh tile n - 1");
 static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
 
 struct Smem {
@@ -58,7 +67,7 @@ struct Smem {
   static constexpr u32 EXCHANGE_BYTES = SCORE_WARPS * 2 * FRAGMENT_BYTES;
   // Beside an 8-bit cache q as it comes needs more room than its rings: it takes that of the partial scores, too.
   // [SHARED_STEPS][SCORE_WARPS][2] fragments
-  static constexpr u32 Q = FP8 ? max_int(CODES_END + EXCHANGE_BYTES, RING + ROW_TILES * STAGE_BYTES) : CODES_END;
+  static constexpr u32 Q = FP8 ? max_int(CODES_END + EXCHANGE_BYTES, RING + ROW_TILES * Q_BYTES) : CODES_END;
   static constexpr u32 Q_END = Q + SCORE_WARPS * SHARED_STEPS * 2 * FRAGMENT_BYTES;
   static constexpr u32 EXCHANGE = FP8 ? CODES_END : Q_END;                   // [SCORE_WARPS][2] fragments
   static constexpr u32 WEIGHTS = FP8 ? Q_END : EXCHANGE + EXCHANGE_BYTES;    // [ROW_TILES][2] fragments
@@ -151,7 +160,7 @@ DEVICE Source make_source(const VerifyParams& p, const Piece& piece) {
 }
 
 // A row in two pieces, or of two places, leaves no registers for more than its end.
-constexpr bool SOURCE_IN_SHARED = NEW_KV || SPLIT_KV || FP8;
+constexpr bool SOURCE_IN_SHARED = NEW_KV || SPLIT_KV || CODE_STAGES > 0;
 
 DEVICE void publish_source(const Piece& piece, u32 smem) {
   const Request& r = piece.request;
@@ -228,9 +237,15 @@ DEVICE void copy_tile(const Source& s, u32 smem, u32 stage_offset, i32 tile_toke
   const u32 stage = smem + Smem::RING + stage_offset;
   const u32 dst = stage + share.row * PITCH + share.element * element_bytes<KV_DTYPE>();
   const u32 bytes = !is_masked(smem, tile_token) || is_seen(s, smem, tile_token + share.row) ? 16 : 0;
+  if constexpr (DIRECT) {
 #pragma unroll
-  for (int i = 0; i < COPIES; i++) cp_async_16_zfill(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16, bytes);
-  if (copies_rope(share.element)) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
+    for (int i = 0; i < DL; i += COPY_LANES * 16) cp_async_16_zfill(dst + i, row.c + i, bytes);
+    if (share.element < DR) cp_async_16_zfill(dst + DL, row.pe, bytes);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) cp_async_16_zfill(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16, bytes);
+    if (copies_rope(share.element)) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
+  }
   cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
 }
 
@@ -355,7 +370,7 @@ DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   for (int i = 0; i < ROWS_PER_WARP; i++) {
     const int row = begin + i;
     const u32 bytes = rows.first + row < rows.end ? 16 : 0;
-    const u32 dst = smem + Smem::RING + row / 16 * STAGE_BYTES + row % 16 * PITCH + chunk;
+    const u32 dst = smem + Smem::RING + row / 16 * Q_BYTES + row % 16 * Q_PITCH + chunk;
     const u8* nope = q_nope_row(p, token, head) + chunk;
     cp_async_16_zfill(dst, nope, bytes);
     cp_async_16_zfill(dst + 512, nope + 512, bytes);
@@ -371,7 +386,7 @@ DEVICE void scale_q(const VerifyParams& p, u32 smem) {
   const u32 lane = lane_idx_anew();
 #pragma unroll 1
   for (u32 row = make_uniform(thread_idx_anew() / WARP); row < ROWS; row += THREADS / WARP) {
-    const u32 chunk = smem + Smem::RING + row / 16 * STAGE_BYTES + row % 16 * PITCH + lane * 16;
+    const u32 chunk = smem + Smem::RING + row / 16 * Q_BYTES + row % 16 * Q_PITCH + lane * 16;
     u32 q[LOADS][4] = {};
     float largest = 0.0f;
 #pragma unroll
@@ -393,7 +408,14 @@ DEVICE void scale_q(const VerifyParams& p, u32 smem) {
         const f32x2 x = unpack_pair<Q_DTYPE>(q[i][j]);
         q[i][j] = pack_f16x2(x.x * power.value, x.y * power.value);
       }
-      st_shared_u32x4(chunk + i * WARP * 16, {q[i][0], q[i][1], q[i][2], q[i][3]});
+      if constexpr (DIRECT) {
+        // Of each 16 dims the pairs 0, 2, 4, 6 come first: the order that key_operand() has.
+        const u32 place = chunk + i * WARP * 16 - lane % 2 * 16 + lane % 2 * 8;
+        st_shared_u32x2(place, {q[i][0], q[i][2]});
+        st_shared_u32x2(place + 16, {q[i][1], q[i][3]});
+      } else {
+        st_shared_u32x4(chunk + i * WARP * 16, {q[i][0], q[i][1], q[i][2], q[i][3]});
+      }
     }
     if (lane == 0) st_shared_f32(smem + Smem::UNITS + row * 4, power.reciprocal * cache_scale(p) * score_factor(p));
   }
@@ -414,12 +436,15 @@ struct Scorer {
   i32 end;  // as in Source
 };
 
-DEVICE void init_barriers(u32 smem) {
+DEVICE void init_ring(u32 smem) {
   if (thread_idx_anew() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, LOADERS);
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SCORE_WARPS + VALUE_WARPS);
   }
+}
+DEVICE void init_handover(u32 smem) {
+  if (thread_idx_anew() != 0) return;
   for (int i = 0; i < 2; i++) {
     mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::READY, SCORE_WARPS * WARP);
     mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::TAKEN, VALUE_WARPS);
@@ -474,13 +499,13 @@ DEVICE u32 q_in_shared(const Scorer& s, int step, int row_tile) {
 // The last steps of q stay in shared memory, where the lane that writes them is the one that reads them.
 DEVICE void load_q(const VerifyParams& p, u32 smem, Scorer& s) {
   const u32 lane = thread_idx_anew() % WARP;
-  const u32 addr = smem + Smem::RING + s.warp % 2 * (ROW_BYTES / 2) + lane % 16 * PITCH + lane / 16 * 16;
+  const u32 addr = smem + Smem::RING + s.warp % 2 * (ROW_BYTES / 2) + lane % 16 * Q_PITCH + lane / 16 * 16;
 #pragma unroll
   for (int k = 0; k < K_STEPS; k++)
 #pragma unroll
     for (int m = 0; m < 2; m++) {
       u32 q[4];
-      ldmatrix_x4(q, addr + (s.warp ^ m) * STAGE_BYTES + k * 32);
+      ldmatrix_x4(q, addr + (s.warp ^ m) * Q_BYTES + k * 32);
 #pragma unroll
       for (int i = 0; i < 4; i++) q[i] = fold_scale_sign(p, q[i]);
       if (k >= REGISTER_STEPS) {
@@ -498,9 +523,24 @@ struct Operands {
   u32 q[2][2][4];
 };
 
-// Of step i of the tile at `keys`; steps from K_STEPS on are the first ones of the tile at `next_keys`.
+// Load i of the tile at `keys`; loads from K_LOADS on are the first ones of the tile at `next_keys`.
 DEVICE void load_keys(Operands& operands, u32 keys, u32 next_keys, int i) {
-  ldmatrix_x4(operands.k[i % (LOOKAHEAD + 1)], i < K_STEPS ? keys + i * 32 : next_keys + (i - K_STEPS) * 32);
+  ldmatrix_x4(operands.k[i % (LOOKAHEAD + 1)], i < K_LOADS ? keys + i * 32 : next_keys + (i - K_LOADS) * 32);
+}
+
+// K of step i, tokens 0-7 and 8-15.
+DEVICE void key_operands(const Operands& operands, int i, u32 (&b)[4]) {
+  if constexpr (DIRECT) {
+    const u32(&codes)[4] = operands.k[i / 2 % (LOOKAHEAD + 1)];
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const Operand of = key_operand(codes[i % 2 * 2 + n]);
+      b[2 * n] = of.b0, b[2 * n + 1] = of.b1;
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; j++) b[j] = operands.k[i % (LOOKAHEAD + 1)][j];
+  }
 }
 
 DEVICE void load_shared_q(Operands& operands, const Scorer& scorer, int i) {
@@ -518,9 +558,11 @@ template <int FROM, int TO>
 DEVICE void multiply_q_k(float (&s)[2][2][4], const Scorer& scorer, Operands& operands, u32 keys, u32 next_keys) {
 #pragma unroll
   for (int i = FROM; i < TO; i++) {
-    load_keys(operands, keys, next_keys, i + LOOKAHEAD);
+    if (!DIRECT) load_keys(operands, keys, next_keys, i + LOOKAHEAD);
+    if (DIRECT && i % 2 == 0) load_keys(operands, keys, next_keys, i / 2 + LOOKAHEAD);
     load_shared_q(operands, scorer, i + 1);
-    const u32(&b)[4] = operands.k[i % (LOOKAHEAD + 1)];
+    u32 b[4];
+    key_operands(operands, i, b);
 #pragma unroll
     for (int m = 1; m >= 0; m--) {
       const u32(&shared)[4] = operands.q[i % 2][m];
@@ -644,6 +686,12 @@ DEVICE void hand_over(const u32 (&weights)[4], bool raised, const Scorer& scorer
   mbarrier_arrive(buffer + Smem::READY);
 }
 
+// What the output accumulates is counted in this.
+DEVICE float output_unit(const VerifyParams& p) {
+  if constexpr (!FP8) return 1.0f;
+  return SHIFTED_VALUES ? cache_scale(p) * SHIFTED_UNIT : cache_scale(p);
+}
+
 // The reciprocal sums for the value warps; the lse to where it belongs. Returns the block's next item.
 DEVICE int finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) {
   const Place place = find_place(p, smem);
@@ -656,7 +704,7 @@ DEVICE int finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) 
     // Not asked of the maximum: where scores are NaN it stays -inf, and would hide them.
     const bool empty = sum == 0.0f;
     if (lane % 4 != 0) continue;
-    st_shared_f32(smem + Smem::RECIPROCALS + row * 4, empty ? 0.0f : (FP8 ? cache_scale(p) : 1.0f) * (1.0f / sum));
+    st_shared_f32(smem + Smem::RECIPROCALS + row * 4, empty ? 0.0f : output_unit(p) * (1.0f / sum));
     if (first + row < place.rows.end)
       store_lse(p, place.request, first + row, place.part, empty ? neg_inf() : scorer.softmax.base[h] + lg2(sum));
   }
@@ -731,16 +779,22 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   scorer.fragments = keep_in_register(smem + (lane + scorer.warp * 2 * WARP) * 16);
   // Matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the B
   // fragments of the two token octets, in neighbouring registers as the tensor cores want them.
-  scorer.keys = keep_in_register(smem + Smem::RING + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 +
-                                 scorer.warp % 2 * (ROW_BYTES / 2));
+  // Of codes 0, 1 are dims 0-15 of tokens 0-7 and 8-15, and 2, 3 dims 16-31.
+  const u32 key = DIRECT ? lane % 16 * PITCH + lane / 16 * 16 : (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+  scorer.keys = keep_in_register(smem + Smem::RING + key + scorer.warp % 2 * (DIRECT ? D / 2 : ROW_BYTES / 2));
   scorer.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
   scorer.end = tokens_end(p, piece);
-  init_barriers(smem);
+  if (!DIRECT) init_ring(smem);
+  init_handover(smem);
   publish_masks(p, piece, smem);
   block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
   if constexpr (FP8) scale_q(p, smem);
   load_q(p, smem, scorer);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
+  if constexpr (DIRECT) {
+    init_ring(smem);  // where q was
+    block_sync();     // orders the barriers' initialisation before their uses
+  }
 
   Operands operands;
   float own[2][4];
@@ -779,6 +833,26 @@ DEVICE void load_weights(u32 (&weights)[4], u32 fragments, int row_tile) {
   weights[0] = x.x, weights[1] = x.y, weights[2] = x.z, weights[3] = x.w;
 }
 
+// 64 columns of a tile as B operands, two of 8 columns in each piece: the lower and the upper ones, or DIRECT the even
+// and the odd ones.
+DEVICE void load_values(u32 values, u32 (&v)[V_STEPS][4]) {
+  if constexpr (!DIRECT) {
+#pragma unroll
+    for (int i = 0; i < V_STEPS; i++) ldmatrix_x4_trans(v[i], values + i * 32);
+  } else {
+    u32 codes[V_STEPS / 2][4];
+#pragma unroll
+    for (int i = 0; i < V_STEPS / 2; i++) ldmatrix_x4_trans(codes[i], values + i * 32);
+#pragma unroll
+    for (int i = 0; i < V_STEPS; i++) {
+      const u32 first = codes[i / 2][i % 2 * 2], last = codes[i / 2][i % 2 * 2 + 1];
+      const Operand even = SHIFTED_VALUES ? even_columns_shifted(first, last) : even_columns(first, last);
+      const Operand odd = SHIFTED_VALUES ? odd_columns_shifted(first, last) : odd_columns(first, last);
+      v[i][0] = even.b0, v[i][1] = even.b1, v[i][2] = odd.b0, v[i][3] = odd.b1;
+    }
+  }
+}
+
 // Brings the output to the bases of the weights, which hardly ever differ from those of the tile before.
 DEVICE void rescale_output(Output& output, u32x4 raised, u32 handover) {
   if (!(raised.x | raised.y | raised.z | raised.w)) return;
@@ -812,10 +886,11 @@ DEVICE int finish_values(const VerifyParams& p, const Output& output, u32 smem) 
       const bool exists = first + row < place.rows.end;
       const float factor = ld_shared_f32(smem + Smem::RECIPROCALS + row * 4);
       if (OUT_DTYPE == PARTIAL_DTYPE || !is_partial(p, part))
-        store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, first + row, part) + column * element_bytes<OUT_DTYPE>(),
-                              exists, lane % 4, output.o[m], h, factor);
+        store_half<OUT_DTYPE, DIRECT>(
+            result_row<OUT_DTYPE>(p, r, first + row, part) + column * element_bytes<OUT_DTYPE>(), exists, lane % 4,
+            output.o[m], h, factor);
       else
-        store_half<PARTIAL_DTYPE>(
+        store_half<PARTIAL_DTYPE, DIRECT>(
             result_row<PARTIAL_DTYPE>(p, r, first + row, part) + column * element_bytes<PARTIAL_DTYPE>(), exists,
             lane % 4, output.o[m], h, factor);
     }
@@ -831,7 +906,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   const u32 fragments = keep_in_register(smem + lane * 16);
   // Transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
   const u32 values = keep_in_register(smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 +
-                                      (thread / WARP - SCORE_WARPS) * (LATENT_BYTES / VALUE_WARPS));
+                                      (thread / WARP - SCORE_WARPS) * ((DIRECT ? DL : LATENT_BYTES) / VALUE_WARPS));
   i32 page_id = 0;  // of the next tile to copy; found one refill before it is used
   {
     const Share share = copy_share();
@@ -844,14 +919,16 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     cp_async_wait_all();
     block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
     if constexpr (FP8) scale_q(p, smem);
-    block_sync();  // orders the reads of q before the KV copies that overwrite it
-    if constexpr (FP8) {
+    block_sync();                        // orders the reads of q before the KV copies that overwrite it
+    if constexpr (DIRECT) block_sync();  // orders the barriers' initialisation before their uses
+    if constexpr (CODE_STAGES > 0) {
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         const int ready = i - CODE_STAGES;
         if (ready >= 0 && ready * TILE < source.end)
-          convert_tile(p, source, smem, ready * STAGE_BYTES, ready % CODE_STAGES * CODE_BYTES, ready * TILE);
-        copy_codes(p, source, smem, i % CODE_STAGES * CODE_BYTES, i * TILE,
+          convert_tile(p, source, smem, ready * STAGE_BYTES, ready % max_int(CODE_STAGES, 1) * CODE_BYTES,
+                       ready * TILE);
+        copy_codes(p, source, smem, i % max_int(CODE_STAGES, 1) * CODE_BYTES, i * TILE,
                    source_row(p, source, i * TILE, first[i], share));
       }
     } else {
@@ -860,7 +937,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
         if (i * TILE < source.end)
           copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
     }
-    if constexpr (!FP8) page_id = find_page(p, source, AHEAD * TILE, share.row);
+    if constexpr (CODE_STAGES == 0) page_id = find_page(p, source, AHEAD * TILE, share.row);
   }
   Output output;
 #pragma unroll
@@ -876,8 +953,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     const u32 handover = smem + Smem::HANDOVER + handover_of(token);
     u32 v[V_STEPS][4], weights[2][4];
     mbarrier_wait(full, stage_parity(token));  // orders the copies before the reads
-#pragma unroll
-    for (int i = 0; i < V_STEPS; i++) ldmatrix_x4_trans(v[i], values + stage + i * 32);
+    load_values(values + stage, v);
     mbarrier_wait(handover + Smem::READY, handover_parity(token));  // orders the score warps' writes before the reads
     const u32x4 raised = ld_shared_u32x4(handover + Smem::RAISED);
     load_weights(weights[0], fragments + handover_of(token), 0);
@@ -891,7 +967,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     load_weights(weights[1], fragments + handover_of(token), 3);
     warp_sync();  // orders the lanes' reads of the weights before the arrival
     if (fragments == smem) mbarrier_arrive(handover + Smem::TAKEN);
-    if constexpr (FP8) {
+    if constexpr (CODE_STAGES > 0) {
       static_assert(!FP8 || UNITS == 2 * (ROW_TILES - 2) + 1, "a unit after each half of the last row tiles");
       const i32 converted = token + STAGES * TILE, copied = converted + CODE_STAGES * TILE;
       // New rows leave no registers for conversions beside products.
@@ -940,8 +1016,8 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     page_id = find_page(p, load_source(source, smem), tile_token + TILE, copy_share().row);
     multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
   }
-  if constexpr (FP8) cp_async_wait_all();  // nothing is in flight any more
-  all_sync();                              // orders the reciprocal sums before the reads
+  if constexpr (CODE_STAGES > 0) cp_async_wait_all();  // nothing is in flight any more
+  all_sync();                                          // orders the reciprocal sums before the reads
   return finish_values(p, output, smem);
 }
 

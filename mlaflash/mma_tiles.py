@@ -341,7 +341,11 @@ class MmaRolesConfig:
     lookahead : int
         Operand loads that a score warp issues ahead of the products that use them.
     code_stages : int
-        Tiles in the ring that a cache of 8 bits comes through, from which the other one is filled; 0 for 16 bits.
+        Tiles in the ring that a cache of 8 bits comes through, from which the other one is filled; 0 for 16 bits, and
+        for 8 bits that every warp makes operands of.
+    shifted_values : int
+        Over a cache of 8 bits without such a ring, 2: integer instructions make operands of values in place of
+        conversions.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -358,12 +362,18 @@ class MmaRolesConfig:
     shared_steps: int = 4
     lookahead: int = 2
     code_stages: int = 0
+    shifted_values: int = 0
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
         if self.code_stages == 0 and self.stages not in (4, 8):
             raise TileError(f"stages is {self.stages}; it must be 4 or 8, because q passes through four. Use 4.")
+        if self.shifted_values not in (0, 2) or (self.shifted_values and self.code_stages):
+            raise TileError(
+                f"shifted_values is {self.shifted_values} and code_stages {self.code_stages}; it must be 0, or 2 "
+                "without a ring of codes. Use 0."
+            )
         if self.code_stages < 0 or self.stages < 3:
             raise TileError(
                 f"code_stages is {self.code_stages} and stages {self.stages}; a cache of 8 bits takes at least 1 "
@@ -398,6 +408,7 @@ class MmaRolesConfig:
             "SHARED_STEPS": self.shared_steps,
             "LOOKAHEAD": self.lookahead,
             "CODE_STAGES": self.code_stages,
+            "SHIFTED_VALUES": self.shifted_values,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
@@ -407,6 +418,8 @@ class MmaRolesConfig:
         ring = self.stages * stage + exchange
         if self.code_stages:
             ring = max(ring + self.code_stages * TILE * D, self.rows // 16 * stage)
+        elif kv_dtype in FP8_CODES:
+            ring = max(self.stages * (TILE * (D + 16) + 16) + exchange, self.rows * _ROW_PITCH)
         q = 4 * self.shared_steps * 1024
         handover = 2 * (4 * 512 + 512)
         rows = self.rows * (4 + 8)

@@ -213,10 +213,10 @@ def check_cache(config: KernelConfig, kv_dtype: str) -> None:
                     f"{name} is {value} and kv_cache is {kv_dtype}; other than {usual} is for caches {caches}. "
                     f"Use {usual}."
                 )
-    if isinstance(config, MmaRolesConfig) and (config.code_stages > 0) != is_fp8:
+    if isinstance(config, MmaRolesConfig) and not is_fp8 and (config.code_stages > 0 or config.shifted_values > 0):
         raise TileError(
-            f"code_stages is {config.code_stages} and kv_cache is {kv_dtype}; it is 0 for caches of 16 bits alone. "
-            f"Use {int(is_fp8)}."
+            f"code_stages is {config.code_stages}, shifted_values {config.shifted_values} and kv_cache is {kv_dtype}; "
+            "other than 0 is for caches of 8 bits. Use 0."
         )
 
 
