@@ -448,18 +448,8 @@ DEVICE void query_operand(const Query& q, int row_tile, int step, u32 (&a)[4]) {
 }
 
 constexpr int CODE_LOADS = LATENT_BYTES / 32;  // ldmatrix of 16 tokens x 32 columns
-#ifdef MLAFLASH_XL
-constexpr bool LATE_VALUES = MLAFLASH_XL;
-#else
-constexpr bool LATE_VALUES = IS_LARGE;
-#endif
-// they are read from the ring as they are multiplied
-#ifdef MLAFLASH_XA
-constexpr int CODES_AHEAD = MLAFLASH_XA;
-#else
+constexpr bool LATE_VALUES = IS_LARGE;         // they are read from the ring as they are multiplied
 constexpr int CODES_AHEAD = IS_LARGE ? 1 : K_AHEAD;
-#endif
-
 
 // The warp's part of q K^T of each tile. With TOKEN_SCALES the scales multiply what the latent columns give; then come
 // the rope columns, in bfloat16.
@@ -604,7 +594,8 @@ DEVICE Weigher make_weigher(const Warp& w) {
   const u32 lane = own.row % 8 * 4 + w.lane % 4;  // that has computed part of these scores, and takes the weights
   const u32 first = w.scores - w.lane * 16;
   own.scores = first + (own.row / 8 * STEP_TILES + own.tile) * Smem::SCORE_BYTES + lane * 16;
-  own.weights = w.handover + (own.row / TILE * STEP_TILES + own.tile) * Smem::SCORE_BYTES + lane * 16 + own.row / 8 % 2 * 4;
+  own.weights =
+      w.handover + (own.row / TILE * STEP_TILES + own.tile) * Smem::SCORE_BYTES + lane * 16 + own.row / 8 % 2 * 4;
   own.unit = ld_shared_f32(w.handover + Smem::ROW_UNITS + own.row * 4);
   own.base = neg_inf();
   own.sum = 0.0f;

@@ -160,7 +160,7 @@ DEVICE Source make_source(const VerifyParams& p, const Piece& piece) {
 }
 
 // A row in two pieces, or of two places, leaves no registers for more than its end.
-constexpr bool SOURCE_IN_SHARED = NEW_KV || SPLIT_KV || CODE_STAGES > 0;
+constexpr bool SOURCE_IN_SHARED = NEW_KV || SPLIT_KV || FP8;
 
 DEVICE void publish_source(const Piece& piece, u32 smem) {
   const Request& r = piece.request;
@@ -436,16 +436,14 @@ struct Scorer {
   i32 end;  // as in Source
 };
 
-DEVICE void init_ring(u32 smem) {
+template <bool RING, bool HANDOVER>
+DEVICE void init_barriers(u32 smem) {
   if (thread_idx_anew() != 0) return;
-  for (int stage = 0; stage < STAGES; stage++) {
+  for (int stage = 0; RING && stage < STAGES; stage++) {
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, LOADERS);
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SCORE_WARPS + VALUE_WARPS);
   }
-}
-DEVICE void init_handover(u32 smem) {
-  if (thread_idx_anew() != 0) return;
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; HANDOVER && i < 2; i++) {
     mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::READY, SCORE_WARPS * WARP);
     mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::TAKEN, VALUE_WARPS);
   }
@@ -784,16 +782,15 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   scorer.keys = keep_in_register(smem + Smem::RING + key + scorer.warp % 2 * (DIRECT ? D / 2 : ROW_BYTES / 2));
   scorer.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
   scorer.end = tokens_end(p, piece);
-  if (!DIRECT) init_ring(smem);
-  init_handover(smem);
+  init_barriers<!DIRECT, true>(smem);
   publish_masks(p, piece, smem);
   block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
   if constexpr (FP8) scale_q(p, smem);
   load_q(p, smem, scorer);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
   if constexpr (DIRECT) {
-    init_ring(smem);  // where q was
-    block_sync();     // orders the barriers' initialisation before their uses
+    init_barriers<true, false>(smem);  // where q was
+    block_sync();                      // orders the barriers' initialisation before their uses
   }
 
   Operands operands;

@@ -171,7 +171,7 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
             f"{fp8_kernels(capacity.kv_dtype)}. Leave tiles out to have them chosen."
         )
     config = replace(config, nsplit=None)
-    check_cache(config, capacity.kv_dtype)
+    check_cache(config, capacity.kv_dtype, has_new_kv=capacity.new_kv)
     check_shared(config, device, capacity.kv_dtype)
     row_tiles = max(1, -(-capacity.rows // config.rows))
     blocks_per_sm = cost.blocks_per_sm(config, device, capacity.kv_dtype)

@@ -152,7 +152,7 @@ def plan(
         return _plan_deterministic(problem, device, kernel, tiles)
     config = _choose(kernel, tiles, problem, device)
     _check_kernel(config.kernel, problem)
-    check_cache(config, problem.kv_dtype)
+    check_cache(config, problem.kv_dtype, has_new_kv=problem.new_kv is not None)
     check_shared(config, device, problem.kv_dtype)
     if isinstance(config, NaiveConfig):
         return _plan_naive(problem, config)
@@ -183,7 +183,7 @@ def check_fp8(kv_dtype: str, device: Device) -> None:
         )
 
 
-def check_cache(config: KernelConfig, kv_dtype: str) -> None:
+def check_cache(config: KernelConfig, kv_dtype: str, *, has_new_kv: bool) -> None:
     """Refuse constants that are for caches of the other width.
 
     Parameters
@@ -191,6 +191,8 @@ def check_cache(config: KernelConfig, kv_dtype: str) -> None:
     config : KernelConfig
     kv_dtype : str
         What the cache holds.
+    has_new_kv : bool
+        Whether the last q_len tokens come from `new_kv`.
 
     Raises
     ------
@@ -217,6 +219,11 @@ def check_cache(config: KernelConfig, kv_dtype: str) -> None:
         raise TileError(
             f"code_stages is {config.code_stages}, shifted_values {config.shifted_values} and kv_cache is {kv_dtype}; "
             "other than 0 is for caches of 8 bits. Use 0."
+        )
+    if isinstance(config, MmaRolesConfig) and is_fp8 and has_new_kv and config.code_stages == 0:
+        raise TileError(
+            f"code_stages is 0, kv_cache is {kv_dtype} and new_kv is given; without a ring of float16 its rows have no "
+            "place. Use 1."
         )
 
 

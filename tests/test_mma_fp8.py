@@ -39,6 +39,7 @@ BUILDS = {
     "split-16": (E4M3, MmaNarrowConfig(1, 2, 1, 2, shifted_values=1, split_softmax=1)),
     "split-32": (E4M3, MmaNarrowConfig(2, 3, 1, 1, 2, shifted_values=2, shared_steps=1, split_softmax=1)),
     "roles": (E4M3, ROLES_E4M3),
+    "direct": (E4M3, MmaRolesConfig(4, 5, 2, shifted_values=2)),
     "narrow-ds": (DS_MLA, NARROW_DS_MLA),
     "narrow-ds-32": (DS_MLA, MmaNarrowConfig(stages=3, exchange_buffers=1, row_tiles=2, shared_steps=3)),
 }
@@ -104,6 +105,10 @@ def test_pages_and_lengths_around_steps(kv_build, kv_len, page_size):
     check(build(case, 2), config)
 
 
+def takes_new_rows(config):
+    return not isinstance(config, MmaRolesConfig) or config.code_stages > 0
+
+
 @pytest.mark.parametrize("mask", ["causal", "tree"])
 @each_build()
 def test_new_rows_are_as_precise_as_q(name, dtype, mask):
@@ -111,10 +116,15 @@ def test_new_rows_are_as_precise_as_q(name, dtype, mask):
     case = replace(
         BASE, q_lens=(3, 17, 2), kv_lens=(148, 50, 2), kv_dtype=kv_dtype, dtype=dtype, mask=mask, new_kv=True
     )
-    check(build(replace(case, paired=kv_dtype == E4M3), 3), config, splits=2)
+    arguments = build(replace(case, paired=kv_dtype == E4M3), 3)
+    if takes_new_rows(config):
+        check(arguments, config, splits=2)
+    else:
+        with pytest.raises(TileError, match=r"new_kv is given; .* Use 1"):
+            run(arguments, config)
 
 
-@pytest.mark.parametrize("name", ["narrow", "roles", "narrow-ds-32"])
+@pytest.mark.parametrize("name", ["narrow", "split-16", "split-32", "roles", "direct", "narrow-ds-32"])
 @pytest.mark.parametrize("logit_cap", [0.5, 30.0])
 def test_soft_cap(name, logit_cap):
     kv_dtype, config = BUILDS[name]
@@ -240,7 +250,8 @@ def test_schedules_give_the_same_bits(kv_build):
 def test_many_schedules_are_free_of_races(kv_build, seed):
     kv_dtype, config = kv_build
     case = replace(BASE, q_lens=(9, 1), kv_lens=(130, 17), mask="tree", page_size=(1, 16)[seed % 2], kv_dtype=kv_dtype)
-    check(build(replace(case, new_kv=seed % 3 == 0), seed), config, splits=1 + seed % 3, seed=seed)
+    case = replace(case, new_kv=seed % 3 == 0 and takes_new_rows(config))
+    check(build(case, seed), config, splits=1 + seed % 3, seed=seed)
 
 
 def test_shared_memory_is_what_the_kernel_uses(kv_build, monkeypatch):
