@@ -579,6 +579,7 @@ DEVICE u32 cached_bits(const Source& s, int first) {
 // scores go to who weighs them, weights back to all.
 constexpr int OWN_ROWS = ROWS / COLUMN_WARPS;  // of a warp
 constexpr int ROW_LANES = WARP / OWN_ROWS;
+constexpr bool SPLIT_NEW = SPLIT_SOFTMAX && STEP_TILES == 1;  // of new rows, too
 
 struct Weigher {
   int row, tile;        // of the block's rows, and of a step
@@ -603,22 +604,23 @@ DEVICE Weigher make_weigher(const Warp& w) {
 }
 
 // Half rows of the row tiles, tile by tile.
-DEVICE void publish_halves(const Warp& w, const float (&s)[ROW_TILES][STEP_TILES][2][4]) {
+template <int N>
+DEVICE void publish_halves(const Warp& w, const float (&s)[ROW_TILES][N][2][4]) {
   const u32 mine = w.scores + w.column * Smem::SCORES_BYTES;
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
-      for (int i = 0; i < STEP_TILES; i++) {
+      for (int i = 0; i < N; i++) {
         const float (&x)[2][4] = s[t][i];
-        st_shared_f32x4(mine + ((t * 2 + h) * STEP_TILES + i) * Smem::SCORE_BYTES,
+        st_shared_f32x4(mine + ((t * 2 + h) * N + i) * Smem::SCORE_BYTES,
                         {x[0][2 * h], x[0][2 * h + 1], x[1][2 * h], x[1][2 * h + 1]});
       }
 }
 
 // The lane's scores, complete: of tokens 2 i, 2 i + 1, 2 i + 8, 2 i + 9, i = lane % 4, of its tile.
-DEVICE void collect_scores(const Weigher& own, float (&s)[4]) {
+DEVICE void collect_scores(const Weigher& own, float unit, float (&s)[4]) {
   const f32x4 first = ld_shared_f32x4(own.scores);
   s[0] = first.x, s[1] = first.y, s[2] = first.z, s[3] = first.w;
 #pragma unroll
@@ -627,7 +629,7 @@ DEVICE void collect_scores(const Weigher& own, float (&s)[4]) {
     s[0] += x.x, s[1] += x.y, s[2] += x.z, s[3] += x.w;
   }
 #pragma unroll
-  for (int e = 0; e < 4; e++) s[e] *= own.unit;
+  for (int e = 0; e < 4; e++) s[e] *= own.unit * unit;
 }
 
 // Bit i of `bits`: the row sees token i of the tile.
@@ -643,11 +645,10 @@ DEVICE void cap_own_scores(float (&s)[4]) {
   for (int e = 0; e < 4; e++) s[e] = tanh_f32(s[e]);
 }
 
-// visible_bits() of the lane's row and tile, of those that the ring holds.
-DEVICE u32 own_bits(const VerifyParams& p, const Request& r, const RowTile& rows, const Source& s, const Weigher& own,
-                    int tile) {
-  const int q = r.q_begin + (rows.first + own.row) / p.num_heads, first = (tile + own.tile) * TILE;
-  return visible_bits(p, r, min_int(q, rows.q_last), first) & cached_bits(s, first);
+// visible_bits() of the lane's row and tile.
+DEVICE u32 own_bits(const VerifyParams& p, const Request& r, const RowTile& rows, const Weigher& own, int tile) {
+  const int q = r.q_begin + (rows.first + own.row) / p.num_heads;
+  return visible_bits(p, r, min_int(q, rows.q_last), (tile + own.tile) * TILE);
 }
 
 DEVICE float max_over_lanes(float v) {
@@ -656,8 +657,8 @@ DEVICE float max_over_lanes(float v) {
   return v;
 }
 
-// The scores to weights, and these to all warps.
-DEVICE void weigh_own(const VerifyParams& p, const Warp& w, Weigher& own, const float (&s)[4]) {
+// The scores to weights of what `unit` values count, and these to all warps.
+DEVICE void weigh_own(const VerifyParams& p, const Warp& w, Weigher& own, float unit, const float (&s)[4]) {
   const float scale = capped_scale(p);
   const float maximum = fma_f32(scale, max_f32(max_f32(s[0], s[1]), max_f32(s[2], s[3])), -WEIGHT_LIFT);
   const bool raised = warp_any(maximum > own.base + RESCALE_ABOVE);
@@ -673,16 +674,17 @@ DEVICE void weigh_own(const VerifyParams& p, const Warp& w, Weigher& own, const 
 #pragma unroll
   for (int e = 0; e < 4; e++) weights[e] = ex2(fma_f32(s[e], scale, -base));
   own.sum += (weights[0] + weights[1]) + (weights[2] + weights[3]);
-  st_shared_u32(own.weights, pack_f16x2(weights[0], weights[1]));
-  st_shared_u32(own.weights + 8, pack_f16x2(weights[2], weights[3]));
+  st_shared_u32(own.weights, pack_f16x2(weights[0] * unit, weights[1] * unit));
+  st_shared_u32(own.weights + 8, pack_f16x2(weights[2] * unit, weights[3] * unit));
 }
 
 // All weights as A operands; and o to the bases that they have, which have hardly ever risen.
-DEVICE void take_weights(const Warp& w, u32 (&weights)[ROW_TILES][STEP_TILES][4], float (&o)[ROW_TILES][O_TILES][4]) {
+template <int N>
+DEVICE void take_weights(const Warp& w, u32 (&weights)[ROW_TILES][N][4], float (&o)[ROW_TILES][O_TILES][4]) {
 #pragma unroll
-  for (int i = 0; i < ROW_TILES * STEP_TILES; i++) {
+  for (int i = 0; i < ROW_TILES * N; i++) {
     const u32x4 x = ld_shared_u32x4(w.handover + i * Smem::SCORE_BYTES + w.lane * 16);
-    u32(&a)[4] = weights[i / STEP_TILES][i % STEP_TILES];
+    u32(&a)[4] = weights[i / N][i % N];
     a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
   }
   const u32x4 raised = ld_shared_u32x4(w.handover + Smem::RAISED);
@@ -826,7 +828,7 @@ DEVICE void partial_scores_new(const Query& q, u32 keys, const float (&token_sca
 // After the cached tokens, those of new rows. The ring is empty.
 DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
                             const Warp& w, const Source& source, const Query& q, Softmax (&softmax)[ROW_TILES],
-                            Scales (&scales)[ROW_TILES], float (&o)[ROW_TILES][O_TILES][4], u32 buffer) {
+                            Scales (&scales)[ROW_TILES], float (&o)[ROW_TILES][O_TILES][4], u32 buffer, Weigher& own) {
   const u32 keys = w.ring + slice_offset_16(w.lane % 8 + w.lane / 16 * 8, w.lane / 8 % 2);
   const u32 values = w.ring + slice_offset_16(w.lane % 16, w.lane / 16);
   const float scale = cache_scale(p), unit = floor_power(scale) / scale;  // of new rows, in that of the cache's
@@ -840,15 +842,27 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTi
     u32 weights[ROW_TILES][1][4];
     if constexpr (TOKEN_SCALES) load_token_scales(w, w.ring + NEW_SCALES, 4, token_scales[0]);
     partial_scores_new(q, keys, token_scales, s);
-    scale_scores(w, scales, unit, s);
-    publish_scores(w, buffer, s);
-    add_scores(w, buffer, s);
+    const u32 among = ~((1u << min_int(max_int(source.last_cached + 1 - tile * TILE, 0), TILE)) - 1);
+    if constexpr (SPLIT_NEW) {
+      publish_halves(w, s);
+      group_sync(w);  // orders the partial scores' writes before the reads
+      float mine[4];
+      collect_scores(own, unit, mine);
+      cap_own_scores(mine);
+      mask_own_scores(w, own_bits(p, r, rows, own, tile) & among, mine);
+      weigh_own(p, w, own, unit, mine);
+      group_sync(w);  // orders the weights' and factors' writes before the reads, and these reads before the next ones
+      take_weights(w, weights, o);
+    } else {
+      scale_scores(w, scales, unit, s);
+      publish_scores(w, buffer, s);
+      add_scores(w, buffer, s);
 #pragma unroll
-    for (int t = 0; t < ROW_TILES; t++) {
-      cap_scores(s[t][0]);
-      mask_tile(p, r, rows, w, rows.first + t * TILE, tile,
-                ~((1u << min_int(max_int(source.last_cached + 1 - tile * TILE, 0), TILE)) - 1), s[t][0]);
-      weigh_step(p, s[t], token_scales, unit, softmax[t], scales[t], o[t], weights[t]);
+      for (int t = 0; t < ROW_TILES; t++) {
+        cap_scores(s[t][0]);
+        mask_tile(p, r, rows, w, rows.first + t * TILE, tile, among, s[t][0]);
+        weigh_step(p, s[t], token_scales, unit, softmax[t], scales[t], o[t], weights[t]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < V_STEPS; i++) {
@@ -1172,14 +1186,14 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
       publish_halves(w, s);
       group_sync(w);  // orders the partial scores' writes before the reads
       float mine[4];
-      collect_scores(own, mine);
+      collect_scores(own, 1.0f, mine);
       cap_own_scores(mine);
       if constexpr (SPARSE_IDS) {
         if (listed != ~0u) mask_own_scores(w, listed >> own.tile * TILE, mine);
       } else if (is_masked) {
-        mask_own_scores(w, own_bits(p, r, rows, source, own, tile), mine);
+        mask_own_scores(w, own_bits(p, r, rows, own, tile) & cached_bits(source, (tile + own.tile) * TILE), mine);
       }
-      weigh_own(p, w, own, mine);
+      weigh_own(p, w, own, 1.0f, mine);
       if constexpr (LATE_VALUES) ldmatrix_x4_trans(v[0][0], w.values + stage);
       group_sync(w);  // orders the weights' and factors' writes before the reads, and these reads before the next ones
       take_weights(w, weights, o);
@@ -1224,10 +1238,11 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
   cp_async_wait_all();  // nothing is in flight any more
-  if constexpr (SPLIT_SOFTMAX) join_softmax(w, own, softmax);
+  if constexpr (SPLIT_SOFTMAX && !SPLIT_NEW) join_softmax(w, own, softmax);
   const float scale = cache_scale(p);
   if constexpr (SHIFTED_VALUES > 0) unshift(o);
-  if constexpr (NEW_KV) attend_new_rows(p, r, rows, tiles, w, source, q, softmax, scales, o, buffer);
+  if constexpr (NEW_KV) attend_new_rows(p, r, rows, tiles, w, source, q, softmax, scales, o, buffer, own);
+  if constexpr (SPLIT_NEW) join_softmax(w, own, softmax);
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++) {
 #pragma unroll
