@@ -10,7 +10,7 @@ Needs torch and, for each peer that is not to be reported as missing, its packag
 the GPU; by default this program makes it take the one that an sm_120 card gets, in a patched temporary copy.
 
     python benchmarks/peers.py --out peers.json
-    python benchmarks/peers.py --table peers.json   # rewrites the table of the README, without a GPU
+    python benchmarks/peers.py --table peers.json   # rewrites the tables of the README, without a GPU
     python benchmarks/peers.py --sparse --out sparse.json   # mla_sparse beside SGLang's sparse kernel for CUDA GPUs
 """
 
@@ -60,6 +60,7 @@ SHAPES = [
 # query tokens, heads, topk: verify steps and prefills of DeepSeek-V3.2 (16 heads on eight GPUs) and GLM-5
 SPARSE_SHAPES = [(8, 16, 2048), (64, 16, 2048), (8, 64, 2048), (64, 64, 2048), (1024, 16, 2048), (4096, 16, 2048)]
 SPARSE_SLOTS = 131072
+SPARSE = ("mlaflash sparse", "sglang sparse")
 
 Launch = Callable[[], Any]  # returns out, a tensor
 
@@ -360,8 +361,8 @@ def sglang_sparse(problem: SparseProblem) -> Launch:
 def time_sparse(shape: tuple[int, int, int], budget: str | None, rounds: int) -> dict[str, Any]:
     problem = SparseProblem(*shape)
     candidates = {
-        "mlaflash sparse": lambda: mlaflash_sparse(problem, budget),
-        "sglang sparse": lambda: sglang_sparse(problem),
+        SPARSE[0]: lambda: mlaflash_sparse(problem, budget),
+        SPARSE[1]: lambda: sglang_sparse(problem),
     }
     rows = min(8, shape[0])
     return time_candidates(candidates, rounds, lambda _: problem.reference(rows), rows, set())
@@ -398,7 +399,7 @@ def main() -> None:
     parser.add_argument("--shapes", help="only these, as B,q,H,kv;B,q,H,kv")
     parser.add_argument("--candidates", help="only these, by name")
     parser.add_argument("--sparse", action="store_true", help="time mla_sparse instead, on lists of slots")
-    parser.add_argument("--table", help="only write the table of the README, from this JSON file")
+    parser.add_argument("--table", help="only write the tables of the README, from this JSON file")
     options = parser.parse_args()
     if options.table:
         update_readme(json.loads(Path(options.table).read_text()))
@@ -503,20 +504,31 @@ def line(shape: tuple[int, ...], record: dict[str, Any]) -> str:
 
 
 PEERS = ("flashinfer fa2", "flashinfer fa3", "flashmla", "sglang extend", "sglang verify")
+VARIANTS = {
+    "mlaflash causal": "causal mask",
+    "mlaflash page 1": "pages of 1",
+    "mlaflash float16": "float16",
+    "mlaflash deterministic": "deterministic",
+    "mlaflash own limits": "own limits",
+    "mlaflash plan": "`VerifyPlan.run`",
+}
 
 
-def update_readme(document: dict[str, Any]) -> None:
-    """Write the table between its markers."""
-    if any("mlaflash" not in record["us"] for record in document["records"]):
-        raise SystemExit("this file has no times of mla_verify for the table, as those of --sparse have not.")
-    readme = Path(__file__).parents[1] / "README.md"
-    begin, end = "<!-- peers-table -->\n", "<!-- /peers-table -->"
+def ceilings_line(document: dict[str, Any]) -> str:
+    read, mma = document["ceilings"]["read_gb_s"], document["ceilings"]["mma_tflop_s"]
+    return (
+        f"{document['gpu']}, limits of {document['budget']}; measured ceilings {read:,.0f} GB/s streaming read and "
+        f"{mma:.0f} TFLOP/s `mma.sync`."
+    )
+
+
+def peers_table(document: dict[str, Any]) -> list[str]:
+    """Return the problems with what peers take."""
     read, mma = document["ceilings"]["read_gb_s"], document["ceilings"]["mma_tflop_s"]
     fa2 = [record["us"]["flashinfer fa2"] / record["us"]["mlaflash"] for record in document["records"]]
     mean = float(np.exp(np.mean(np.log(fa2))))
     lines = [
-        f"{document['gpu']}, limits of {document['budget']}; measured ceilings {read:,.0f} GB/s streaming read and "
-        f"{mma:.0f} TFLOP/s `mma.sync`. FlashInfer fa2 at the tier of {document['tier']}: {mean:.2f}x in the geometric "
+        f"{ceilings_line(document)} FlashInfer fa2 at the tier of {document['tier']}: {mean:.2f}x in the geometric "
         "mean.",
         "",
         "| B, q, H, kv | rows | us | GB/s (of read) | TFLOP/s (of mma) | fa2 | FA3 | FlashMLA | SGLang extend (tree) "
@@ -534,9 +546,61 @@ def update_readme(document: dict[str, Any]) -> None:
             f"| {batch}, {q_len}, {heads}, {kv_len} | {q_len * heads} | {own:.1f} | {rate:,.0f} ({rate / read:.0%}) "
             f"| {flops:.0f} ({flops / mma:.0%}) | {ratios} |"
         )
+    return lines
+
+
+def variants_table(document: dict[str, Any]) -> list[str]:
+    """Return the same problems with what mlaflash takes in other ways, as multiples of the first table's time."""
+    records = document["records"]
+    worst = max(error for record in records for name, error in record["error"].items() if name.startswith("mlaflash"))
+    lines = [
+        f"The same run; errors are norms against float64, {worst:.2e} at most in any column.",
+        "",
+        "| B, q, H, kv | error | " + " | ".join(VARIANTS.values()) + " |",
+        "|" + "---|" * (2 + len(VARIANTS)),
+    ]
+    for record in records:
+        times = record["us"]
+        ratios = " | ".join(
+            f"{times[name] / times['mlaflash']:.2f}x" if name in times else "fails" for name in VARIANTS
+        )
+        lines.append(f"| {', '.join(map(str, record['shape']))} | {record['error']['mlaflash']:.2e} | {ratios} |")
+    return lines
+
+
+def sparse_table(document: dict[str, Any]) -> list[str]:
+    """Return what `mla_sparse` and SGLang's kernel take."""
+    lines = [
+        ceilings_line(document),
+        "",
+        "| query tokens, heads, slots of each | mla_sparse, us (error) | SGLang, us (error) | |",
+        "|---|---|---|---|",
+    ]
+    for record in document["records"]:
+        own, peer = (
+            f"{record['us'][name]:.1f} ({record['error'][name]:.1e})" if name in record["us"] else "fails"
+            for name in SPARSE
+        )
+        ratio = record["us"][SPARSE[1]] / record["us"][SPARSE[0]] if len(record["us"]) == len(SPARSE) else None
+        shown = f"{ratio:.2f}x" if ratio is not None else ""
+        lines.append(f"| {', '.join(map(str, record['shape']))} | {own} | {peer} | {shown} |")
+    return lines
+
+
+def update_readme(document: dict[str, Any]) -> None:
+    """Write the tables between their markers."""
+    readme = Path(__file__).parents[1] / "README.md"
     text = readme.read_text()
-    head, rest = text.split(begin)
-    readme.write_text(head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1])
+    tables = {"peers-table": peers_table, "variants-table": variants_table}
+    if any(SPARSE[0] in record["us"] for record in document["records"]):
+        tables = {"sparse-table": sparse_table}
+    elif any("mlaflash" not in record["us"] for record in document["records"]):
+        raise SystemExit("this file has problems without a time of mla_verify.")
+    for name, table in tables.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        head, rest = text.split(begin)
+        text = head + begin + "\n".join(table(document)) + "\n" + end + rest.split(end)[1]
+    readme.write_text(text)
 
 
 if __name__ == "__main__":

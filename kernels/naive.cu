@@ -16,6 +16,8 @@ constexpr int UNITS_PER_LANE = (UNITS + WARP - 1) / WARP;  // of the scores pass
 constexpr int COLUMN_THREADS = DL / VEC;                   // of the values pass
 constexpr int TOKEN_GROUPS = BLOCK / COLUMN_THREADS;
 constexpr int BATCH = 4;  // KV tokens whose loads are in flight together
+// Tokens of a thread that are summed apart: in one sum of 100,000, each would be rounded to the size of all before it.
+constexpr int CHUNK = 256;
 
 struct Smem {
   static constexpr u32 REDUCE = 0;                 // [NUM_WARPS] maxima, [NUM_WARPS] sums
@@ -108,8 +110,13 @@ DEVICE float write_weights(const Row& row, float largest) {
 template <bool ALIGNED>
 DEVICE Vector<KV_DTYPE> sum_values(const Row& row) {
   const int unit = thread_idx() % COLUMN_THREADS, group = thread_idx() / COLUMN_THREADS;
-  Vector<KV_DTYPE> acc = zero_vector<KV_DTYPE>();
+  Vector<KV_DTYPE> acc = zero_vector<KV_DTYPE>(), chunk = zero_vector<KV_DTYPE>();
   for (int first = group; first < row.end; first += TOKEN_GROUPS * BATCH) {
+    if (first % (TOKEN_GROUPS * CHUNK) == group) {
+#pragma unroll
+      for (int j = 0; j < VEC; j++) acc.v[j] += chunk.v[j];
+      chunk = zero_vector<KV_DTYPE>();
+    }
     KvRow rows[BATCH];
     find_rows<TOKEN_GROUPS>(rows, row, first);
 #pragma unroll
@@ -118,9 +125,11 @@ DEVICE Vector<KV_DTYPE> sum_values(const Row& row) {
       const Vector<KV_DTYPE> v = load_vector<KV_DTYPE, ALIGNED>(rows[b].c + unit * UNIT_BYTES);
       const float w = ld_global_f32(row.scores + first + b * TOKEN_GROUPS);
 #pragma unroll
-      for (int j = 0; j < VEC; j++) acc.v[j] = fma_f32(w, v.v[j], acc.v[j]);
+      for (int j = 0; j < VEC; j++) chunk.v[j] = fma_f32(w, v.v[j], chunk.v[j]);
     }
   }
+#pragma unroll
+  for (int j = 0; j < VEC; j++) acc.v[j] += chunk.v[j];
   return acc;
 }
 

@@ -152,6 +152,8 @@ def mla_verify(
         Something that no kernel, or not on this device, does.
     CompileError, CaptureError, MissingDependencyError, NoDeviceError
         The kernels cannot be had here.
+    LaunchError, ContextLostError
+        The driver refused; after the second, all that this process asks of it.
 
     Notes
     -----

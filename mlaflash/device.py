@@ -6,11 +6,12 @@ No other module asks a device anything.
 import functools
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlaflash.errors import (
+    ContextLostError,
     InvalidArgumentError,
     MissingDependencyError,
     NoDeviceError,
@@ -26,6 +27,11 @@ _COMPUTE_CAPABILITY_MINOR = 76
 _SHARED_PER_MULTIPROCESSOR = 81
 _SHARED_PER_BLOCK_OPTIN = 97
 _RESERVED_SHARED_PER_BLOCK = 111
+
+# Numbers of cudaError_t, and of CUresult alike, after which CUDA answers every call of the process with the same one:
+# ECC, NVLink, contained; illegal address, timeout, destroyed context, assertion; hardware stack to launch failure, by
+# rising number; tensor memory that was left allocated.
+_LOST = frozenset((214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721))
 
 _LEAST_CAPABILITY = (8, 0)
 _ARCH = re.compile(r"sm_(\d{1,2})(\d)([af]?)")
@@ -222,10 +228,57 @@ def current_ordinal() -> int:
     try:
         return int(runtime.getDevice())
     except runtime.CUDARuntimeError as error:
-        raise _no_device(str(error)) from error
+        raise context_loss(error) or _no_device(str(error)) from error
 
 
-_STAY = nullcontext()
+def context_loss(error: BaseException) -> ContextLostError | None:
+    """Give the error for a CUDA context that is beyond use, where that is what CUDA said; None where it is not.
+
+    Parameters
+    ----------
+    error : BaseException
+        Of CuPy's binding of the runtime or of the driver.
+    """
+    if getattr(error, "status", None) not in _LOST:
+        return None
+    return ContextLostError(
+        f"CUDA says {error}: a kernel that ran before this call, of whatever library, has failed, and with it all work "
+        "of this process on the GPU. Nothing can run here any more: start the process again, under compute-sanitizer "
+        "to see which kernel it was."
+    )
+
+
+class Scope:
+    """Leaves the current device as it is, and says in the library's words that CUDA's context is lost."""
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise `ContextLostError` in place of CuPy's error, where that is what it means."""
+        lost = None if error is None else context_loss(error)
+        if lost is not None:
+            raise lost from error
+
+
+class _Elsewhere(Scope):
+    """Makes another device the current one."""
+
+    def __init__(self, ordinal: int) -> None:
+        import cupy
+
+        self._device = cupy.cuda.Device(ordinal)
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
+        self._device.__exit__()
+
+
+HERE = Scope()
+"""Of the device that is the current one."""
 
 
 def on_device(ordinal: int) -> AbstractContextManager[Any]:
@@ -240,13 +293,10 @@ def on_device(ordinal: int) -> AbstractContextManager[Any]:
     ------
     MissingDependencyError, NoDeviceError
         As `current_ordinal`.
+    ContextLostError
+        CUDA says so inside the block.
     """
-    if ordinal == current_ordinal():
-        return _STAY
-    import cupy
-
-    device: AbstractContextManager[Any] = cupy.cuda.Device(ordinal)
-    return device
+    return HERE if ordinal == current_ordinal() else _Elsewhere(ordinal)
 
 
 def pointer_ordinal(ptr: int) -> int:
@@ -256,7 +306,8 @@ def pointer_ordinal(ptr: int) -> int:
     ----------
     ptr : int
     """
-    return int(_runtime().pointerGetAttributes(ptr).device)
+    with HERE:
+        return int(_runtime().pointerGetAttributes(ptr).device)
 
 
 def stream_is_capturing(stream: Any = None) -> bool:
@@ -274,7 +325,10 @@ def stream_is_capturing(stream: Any = None) -> bool:
         stream = cupy.cuda.get_current_stream()
     try:
         return bool(runtime.streamIsCapturing(stream.ptr))
-    except runtime.CUDARuntimeError:
+    except runtime.CUDARuntimeError as error:
+        lost = context_loss(error)
+        if lost is not None:
+            raise lost from error
         # CUDA refuses the question on the legacy stream while another stream of the process is
         # being captured.
         return True

@@ -117,6 +117,10 @@ class LaunchError(MlaFlashError, RuntimeError):
     """The driver refused to load or to launch a kernel."""
 
 
+class ContextLostError(LaunchError):
+    """A kernel has failed so that CUDA refuses this process everything from now on; only a new process helps."""
+
+
 class CommunicationError(MlaFlashError, RuntimeError):
     """Ranks that compute together cannot reach each other: one is gone, or did not come in time."""
 

@@ -549,6 +549,8 @@ class VerifyPlan:
             Arguments that do not go together, or with the plan.
         BusyError
             Another thread is in a call of this plan.
+        LaunchError, ContextLostError
+            As in `mla_verify`.
         """
         backend, capacity = self._backend, self.capacity
         with self._turn, backend.scope():
@@ -736,6 +738,8 @@ class VerifyPlan:
             There was no `update`, or the last one failed.
         BusyError
             Another thread is in a call of this plan.
+        LaunchError, ContextLostError
+            As in `mla_verify`.
         """
         backend = self._backend
         first = q[0] if isinstance(q, tuple | list) and q else q

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mlaflash import jit
 from mlaflash.attention import Export
-from mlaflash.device import Device, apply_budget, current_ordinal, on_device, padded_shared_bytes
+from mlaflash.device import HERE, Device, apply_budget, context_loss, current_ordinal, on_device, padded_shared_bytes
 from mlaflash.errors import LaunchError, ShapeError
 from mlaflash.interop import ArrayView, as_cupy, device_view, fingerprint
 from mlaflash.jit.launch import PreparedLaunch
@@ -19,8 +19,6 @@ from mlaflash.params import numpy_dtype
 from mlaflash.plan import ALIGNMENT
 from mlaflash.schedule import Launch
 from mlaflash.streams import as_stream, memory_for
-
-_HERE = nullcontext()
 
 
 class GpuBackend:
@@ -100,7 +98,7 @@ class GpuBackend:
 
     def scope(self) -> AbstractContextManager[Any]:
         """Make the device the current one."""
-        return _HERE if self._current_device() == self._ordinal else on_device(self._ordinal)
+        return HERE if self._current_device() == self._ordinal else on_device(self._ordinal)
 
     def stream(self, stream: Any, array: Any) -> Any:
         """Find the stream of work on the caller's array."""
@@ -118,7 +116,7 @@ class GpuBackend:
             pitch = src.strides[0] * src.itemsize
             runtime.memcpy2DAsync(dst, dst_pitch, src.ptr, pitch, width, rows, kind, stream.ptr)
         except runtime.CUDARuntimeError as error:
-            raise LaunchError(
+            raise context_loss(error) or LaunchError(
                 f"the driver refused to copy {src.name} to the plan: {error}. An earlier kernel may have failed; see "
                 "what CUDA says, and update() again once it works."
             ) from error

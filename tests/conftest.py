@@ -16,6 +16,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail unless a GPU is present and at least one test marked gpu ran on it",
     )
+    parser.addoption(
+        "--kernel-cache",
+        type=Path,
+        help="keep compiled kernels in this folder, for other runs; by default each run has one of its own",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,9 +53,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session", autouse=True)
-def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def private_cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Path]:
     """Keep the user's cache and environment out of every test."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder = pytestconfig.getoption("--kernel-cache") or tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("LOG", "DISABLE_JIT", "JIT_LINEINFO", "ARCH", "TUNED"):
             patch.delenv(f"MLAFLASH_{variable}", raising=False)

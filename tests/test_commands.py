@@ -104,6 +104,7 @@ def test_the_group_has_the_documented_commands() -> None:
         "",
         "check",
         "fuzz",
+        "soak",
         "bench",
         "sweep",
         "report",

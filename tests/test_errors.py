@@ -15,6 +15,7 @@ PARENTS = {
     "CacheMissError": RuntimeError,
     "CaptureError": RuntimeError,
     "LaunchError": RuntimeError,
+    "ContextLostError": errors.LaunchError,
     "CommunicationError": RuntimeError,
     "BusyError": RuntimeError,
     "EmulatorError": RuntimeError,

@@ -705,6 +705,5 @@ def test_exported_results_leave_out_what_was_given(monkeypatch: pytest.MonkeyPat
 
 def test_on_device_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current_ordinal", lambda: 0)
-    with device.on_device(0):
-        pass
-    assert isinstance(device.on_device(1), cupy.cuda.Device)
+    assert device.on_device(0) is device.HERE
+    assert device.on_device(1) is not device.HERE

@@ -15,7 +15,7 @@ from plan_cases import expect
 from mlaflash.emulator import VerifyPlan, mla_verify
 from mlaflash.emulator import plan as emulated_plan
 from mlaflash.emulator.plan import EmulatorBackend
-from mlaflash.errors import BusyError, InvalidArgumentError, LaunchError, ShapeError
+from mlaflash.errors import BusyError, ContextLostError, InvalidArgumentError, LaunchError, ShapeError
 from mlaflash.interop import numpy_view
 from mlaflash.jit import kernel as kernel_module
 from mlaflash.lab.inputs import Case, build
@@ -219,15 +219,20 @@ def test_a_copy_that_cuda_refuses_is_an_error_of_ours(monkeypatch: pytest.Monkey
     runtime = pytest.importorskip("cupy").cuda.runtime
     from mlaflash.plan_gpu import GpuBackend
 
-    def refuse(*given: Any) -> None:
-        raise runtime.CUDARuntimeError(700)
-
-    for name in ("memcpyAsync", "memcpy2DAsync"):
-        monkeypatch.setattr(runtime, name, refuse)
     view = numpy_view("block_table", np.zeros((2, 4), np.int32))
-    for rows in (1, 2):
-        with pytest.raises(LaunchError, match="refused to copy block_table"):
-            GpuBackend.copy(object(), 0, view, 16, rows, 16, SimpleNamespace(ptr=0))
+    for status, kind, said in (
+        (1, LaunchError, "refused to copy block_table"),
+        (700, ContextLostError, "start the process again"),
+    ):
+
+        def refuse(*given: Any, status: int = status) -> None:
+            raise runtime.CUDARuntimeError(status)
+
+        for name in ("memcpyAsync", "memcpy2DAsync"):
+            monkeypatch.setattr(runtime, name, refuse)
+        for rows in (1, 2):
+            with pytest.raises(kind, match=said):
+                GpuBackend.copy(object(), 0, view, 16, rows, 16, SimpleNamespace(ptr=0))
 
 
 @pytest.mark.parametrize("wrong", [{"mask": "causal"}, {"kv_lens": np.zeros(9, np.int32)}, {"kv_indices": None}])

@@ -20,6 +20,7 @@ from mlaflash.commands.options import FAILED, exit_status
 from mlaflash.commands.plan import plan
 from mlaflash.commands.report import report
 from mlaflash.commands.sglang_check import sglang_check
+from mlaflash.commands.soak import soak
 from mlaflash.commands.sweep import sweep
 from mlaflash.errors import MlaFlashError
 
@@ -52,5 +53,5 @@ def main() -> None:
     """
 
 
-for _command in (check, fuzz, bench, sweep, report, plan, compile_, inspect, sglang_check, info, cache):
+for _command in (check, fuzz, soak, bench, sweep, report, plan, compile_, inspect, sglang_check, info, cache):
     main.add_command(_command)

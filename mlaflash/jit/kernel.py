@@ -10,6 +10,7 @@ from mlaflash.device import (
     Device,
     check_runs_on,
     compute_capability,
+    context_loss,
     current_ordinal,
     stream_is_capturing,
 )
@@ -106,7 +107,7 @@ class Kernel:
                 self._allow(shared)
             self._function(grid, (block, 1, 1), (params,), shared, stream)
         except self._driver.CUDADriverError as error:
-            raise self._refused(str(error), grid, block, shared) from error
+            raise context_loss(error) or self._refused(str(error), grid, block, shared) from error
 
     @property
     def function_ptr(self) -> int:
@@ -124,7 +125,8 @@ class Kernel:
         block : int
             Of the launch.
         """
-        return self.refused(str(self._driver.CUDADriverError(status)), grid, block)
+        error = self._driver.CUDADriverError(status)
+        return context_loss(error) or self.refused(str(error), grid, block)
 
     def refused(self, reason: str, grid: Grid, block: int) -> LaunchError:
         """Return the error for a launch that cannot be.
@@ -273,7 +275,7 @@ def _load_function(compiled: CompiledKernel, ordinal: int) -> Any:
         module.load(compiled.cubin)
         return module.get_function(compiled.entry)
     except driver.CUDADriverError as error:
-        raise LaunchError(
+        raise context_loss(error) or LaunchError(
             f"GPU {ordinal} refused to load kernel {compiled.kernel!r} compiled for "
             f"{compiled.arch} by NVRTC {compiled.nvrtc_version}: {error}. A driver at least as new "
             "as that NVRTC is needed. Update the driver, or empty the cache with: mlaflash cache "

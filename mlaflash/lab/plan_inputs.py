@@ -13,7 +13,19 @@ from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.mask_inputs import NAMES, Array, Batch, Encoded, encode, widened
 from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
-from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, MmaKernelConfig
+from mlaflash.mma_tiles import (
+    NARROW,
+    NARROW_32_E4M3,
+    NARROW_DS_MLA,
+    NARROW_E4M3,
+    NARROW_PAIR,
+    ROLES_E4M3,
+    ROWS_32,
+    ROWS_32_PAIR,
+    ROWS_64,
+    ROWS_64_ROLES,
+    MmaKernelConfig,
+)
 
 HEADS = (1, 4, 5, 8, 12, 16, 20, 64)
 Q_LENS = (0, 1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65)
@@ -57,6 +69,13 @@ BUILDS = (
     Build(ROWS_64_ROLES),
     Build(ROWS_64, "float16", "float16", new_kv=True),
     Build(ROWS_64_ROLES, "float16", "float32", logit_cap=30.0, new_kv=True, split_kv=True),
+)
+FP8_BUILDS = (
+    Build(NARROW_E4M3, kv_dtype="float8_e4m3"),
+    Build(NARROW_32_E4M3, "float16", "float16", kv_dtype="float8_e4m3", new_kv=True),
+    Build(NARROW_DS_MLA, kv_dtype="fp8_ds_mla"),
+    Build(NARROW_DS_MLA, "float16", "float32", kv_dtype="fp8_ds_mla", new_kv=True),
+    Build(ROLES_E4M3, "bfloat16", "float32", kv_dtype="float8_e4m3", split_kv=True),
 )
 
 
