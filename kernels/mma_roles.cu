@@ -518,6 +518,7 @@ DEVICE void load_q(const VerifyParams& p, u32 smem, Scorer& s) {
 // What a score warp's next products take from shared memory.
 struct Operands {
   u32 k[LOOKAHEAD + 1][4];
+  u32 b[2][4];  // DIRECT: operands of K, those of the next step as well
   u32 q[2][2][4];
 };
 
@@ -526,19 +527,12 @@ DEVICE void load_keys(Operands& operands, u32 keys, u32 next_keys, int i) {
   ldmatrix_x4(operands.k[i % (LOOKAHEAD + 1)], i < K_LOADS ? keys + i * 32 : next_keys + (i - K_LOADS) * 32);
 }
 
-// K of step i, tokens 0-7 and 8-15.
-DEVICE void key_operands(const Operands& operands, int i, u32 (&b)[4]) {
-  if constexpr (DIRECT) {
-    const u32(&codes)[4] = operands.k[i / 2 % (LOOKAHEAD + 1)];
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-      const Operand of = key_operand(codes[i % 2 * 2 + n]);
-      b[2 * n] = of.b0, b[2 * n + 1] = of.b1;
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; j++) b[j] = operands.k[i % (LOOKAHEAD + 1)][j];
-  }
+// DIRECT: half of the operands of K of step i, one token octet. They are made a step ahead: a conversion takes as long
+// as the products of a step leave.
+DEVICE void convert_keys(Operands& operands, int i, int octet) {
+  const Operand of = key_operand(operands.k[i / 2 % (LOOKAHEAD + 1)][i % 2 * 2 + octet]);
+  u32(&b)[4] = operands.b[i % 2];
+  b[2 * octet] = of.b0, b[2 * octet + 1] = of.b1;
 }
 
 DEVICE void load_shared_q(Operands& operands, const Scorer& scorer, int i) {
@@ -559,13 +553,13 @@ DEVICE void multiply_q_k(float (&s)[2][2][4], const Scorer& scorer, Operands& op
     if (!DIRECT) load_keys(operands, keys, next_keys, i + LOOKAHEAD);
     if (DIRECT && i % 2 == 0) load_keys(operands, keys, next_keys, i / 2 + LOOKAHEAD);
     load_shared_q(operands, scorer, i + 1);
-    u32 b[4];
-    key_operands(operands, i, b);
+    const u32(&b)[4] = DIRECT ? operands.b[i % 2] : operands.k[i % (LOOKAHEAD + 1)];
 #pragma unroll
     for (int m = 1; m >= 0; m--) {
       const u32(&shared)[4] = operands.q[i % 2][m];
       const u32(&a)[4] = i < REGISTER_STEPS ? scorer.q[i < REGISTER_STEPS ? i : 0][m] : shared;
       mma_16x8x16(s[m][0], a, b[0], b[1]);
+      if (DIRECT) convert_keys(operands, i + 1, 1 - m);
       mma_16x8x16(s[m][1], a, b[2], b[3]);
     }
   }
@@ -799,6 +793,7 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   mbarrier_wait(smem + Smem::RING + Smem::FULL, 0);            // orders the first tile's copies before its reads
 #pragma unroll
   for (int i = 0; i < LOOKAHEAD; i++) load_keys(operands, scorer.keys, scorer.keys, i);
+  if constexpr (DIRECT) convert_keys(operands, 0, 0), convert_keys(operands, 0, 1);
   u32 stage = 0;
   score_step<true, false>(p, scorer, operands, own, 0, stage, smem);
   i32 token = TILE;
