@@ -383,41 +383,56 @@ DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
 // row are to be multiplied. All warps take part, each of them with whole rows.
 DEVICE void scale_q(const VerifyParams& p, u32 smem) {
   constexpr int CHUNKS = ROW_BYTES / 16, LOADS = (CHUNKS + WARP - 1) / WARP;
+  constexpr u32 AT_ONCE = 3, WARPS = THREADS / WARP;  // rows of a warp, which hide each other's latency
   const u32 lane = lane_idx_anew();
+  const float unit = cache_scale(p) * score_factor(p);
 #pragma unroll 1
-  for (u32 row = make_uniform(thread_idx_anew() / WARP); row < ROWS; row += THREADS / WARP) {
-    const u32 chunk = smem + Smem::RING + row / 16 * Q_BYTES + row % 16 * Q_PITCH + lane * 16;
-    u32 q[LOADS][4] = {};
-    float largest = 0.0f;
+  for (u32 first = make_uniform(thread_idx_anew() / WARP); first < ROWS; first += AT_ONCE * WARPS) {
+    u32 q[AT_ONCE][LOADS][4] = {};
+    float largest[AT_ONCE] = {};
+    const auto chunk = [&](u32 n, int i) {
+      const u32 row = first + n * WARPS;
+      return smem + Smem::RING + row / 16 * Q_BYTES + row % 16 * Q_PITCH + (i * WARP + lane) * 16;
+    };
+    const auto has_chunk = [&](u32 n, int i) { return first + n * WARPS < ROWS && i * WARP + lane < CHUNKS; };
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      if (i * WARP + lane >= CHUNKS) continue;
-      const u32x4 x = ld_shared_u32x4(chunk + i * WARP * 16);
-      q[i][0] = x.x, q[i][1] = x.y, q[i][2] = x.z, q[i][3] = x.w;
+    for (u32 n = 0; n < AT_ONCE; n++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) largest = max_magnitude(largest, unpack_pair<Q_DTYPE>(q[i][j]));
-    }
+      for (int i = 0; i < LOADS; i++) {
+        u32x4 x = {0, 0, 0, 0};
+        if (has_chunk(n, i)) x = ld_shared_u32x4(chunk(n, i));
+        q[n][i][0] = x.x, q[n][i][1] = x.y, q[n][i][2] = x.z, q[n][i][3] = x.w;
 #pragma unroll
-    for (int distance = 1; distance < WARP; distance *= 2) largest = max_f32(largest, shfl_xor_f32(largest, distance));
-    const PowerOfTwo power = to_f16_range(largest);
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      if (i * WARP + lane >= CHUNKS) continue;
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const f32x2 x = unpack_pair<Q_DTYPE>(q[i][j]);
-        q[i][j] = pack_f16x2(x.x * power.value, x.y * power.value);
+        for (int j = 0; j < 4; j++) largest[n] = max_magnitude(largest[n], unpack_pair<Q_DTYPE>(q[n][i][j]));
       }
-      if constexpr (DIRECT) {
-        // Of each 16 dims the pairs 0, 2, 4, 6 come first: the order that key_operand() has.
-        const u32 place = chunk + i * WARP * 16 - lane % 2 * 16 + lane % 2 * 8;
-        st_shared_u32x2(place, {q[i][0], q[i][2]});
-        st_shared_u32x2(place + 16, {q[i][1], q[i][3]});
-      } else {
-        st_shared_u32x4(chunk + i * WARP * 16, {q[i][0], q[i][1], q[i][2], q[i][3]});
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2)
+#pragma unroll
+      for (u32 n = 0; n < AT_ONCE; n++) largest[n] = max_f32(largest[n], shfl_xor_f32(largest[n], distance));
+#pragma unroll
+    for (u32 n = 0; n < AT_ONCE; n++) {
+      const PowerOfTwo power = to_f16_range(largest[n]);
+#pragma unroll
+      for (int i = 0; i < LOADS; i++) {
+        if (!has_chunk(n, i)) continue;
+        u32(&x)[4] = q[n][i];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const f32x2 pair = unpack_pair<Q_DTYPE>(x[j]);
+          x[j] = pack_f16x2(pair.x * power.value, pair.y * power.value);
+        }
+        if constexpr (DIRECT) {
+          // Of each 16 dims the pairs 0, 2, 4, 6 come first: the order that key_operand() has.
+          const u32 place = chunk(n, i) - lane % 2 * 8;
+          st_shared_u32x2(place, {x[0], x[2]});
+          st_shared_u32x2(place + 16, {x[1], x[3]});
+        } else {
+          st_shared_u32x4(chunk(n, i), {x[0], x[1], x[2], x[3]});
+        }
       }
+      const u32 row = first + n * WARPS;
+      if (lane == 0 && row < ROWS) st_shared_f32(smem + Smem::UNITS + row * 4, power.reciprocal * unit);
     }
-    if (lane == 0) st_shared_f32(smem + Smem::UNITS + row * 4, power.reciprocal * cache_scale(p) * score_factor(p));
   }
   block_sync();  // orders the writes before the score warps' reads
 }
