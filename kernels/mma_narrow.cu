@@ -448,6 +448,11 @@ DEVICE void query_operand(const Query& q, int row_tile, int step, u32 (&a)[4]) {
 }
 
 constexpr int CODE_LOADS = LATENT_BYTES / 32;  // ldmatrix of 16 tokens x 32 columns
+#ifdef MLAFLASH_TRY_ROPE
+constexpr int ROPE_LOADS = TOKEN_SCALES ? 0 : ROPE_BYTES / 32;  // of its rope columns
+#else
+constexpr int ROPE_LOADS = 0;
+#endif
 constexpr bool LATE_VALUES = IS_LARGE;         // they are read from the ring as they are multiplied
 constexpr int CODES_AHEAD = IS_LARGE ? 1 : K_AHEAD;
 
@@ -455,7 +460,7 @@ constexpr int CODES_AHEAD = IS_LARGE ? 1 : K_AHEAD;
 // the rope columns, in bfloat16.
 DEVICE void partial_scores_fp8(const Query& q, const Warp& w, u32 stage, const float (&token_scales)[STEP_TILES][2][2],
                                float (&s)[ROW_TILES][STEP_TILES][2][4]) {
-  constexpr int LOADS = CODE_LOADS * STEP_TILES;
+  constexpr int LOADS = (CODE_LOADS + ROPE_LOADS) * STEP_TILES;
   // Two sums where an mma would wait for the one before it.
   constexpr int CHAINS = ROW_TILES * STEP_TILES == 1 ? 2 : 1;
   float sums[CHAINS][ROW_TILES][STEP_TILES][2][4] = {};
@@ -505,7 +510,7 @@ DEVICE void partial_scores_fp8(const Query& q, const Warp& w, u32 stage, const f
         }
     } else {
 #pragma unroll
-      for (int j = V_STEPS; j < K_STEPS; j++)
+      for (int j = V_STEPS + 2 * ROPE_LOADS; j < K_STEPS; j++)
 #pragma unroll
         for (int n = 0; n < 2; n++) {
           const u32 codes = w.ring + stage + (i * TILE + n * 8 + w.lane / 4) * PITCH + LATENT_BYTES;

@@ -48,7 +48,11 @@ constexpr int FRAGMENT_BYTES = WARP * 16;                     // a fragment of f
 
 // Steps of q K after which a score warp goes on with the tile before: it takes over the partner's scores, takes maxima,
 // looks whether a base rises, and stores the weights.
+#ifdef MLAFLASH_TRY_TAKE
+constexpr int TAKE_AT = MLAFLASH_TRY_TAKE, MAXIMA_AT = MLAFLASH_TRY_MAXIMA, RAISE_AT = MLAFLASH_TRY_RAISE, STORE_AT = MLAFLASH_TRY_STORE;
+#else
 constexpr int TAKE_AT = 3, MAXIMA_AT = 6, RAISE_AT = 8, STORE_AT = 13;
+#endif
 
 static_assert(SHIFTED_VALUES == 0 || (DIRECT && SHIFTED_VALUES == 2), "a warp makes operands of values in one way");
 static_assert(SHARED_STEPS >= 0 && SHARED_STEPS <= K_STEPS - STORE_AT, "steps of q in shared memory");
@@ -568,13 +572,18 @@ DEVICE void multiply_q_k(float (&s)[2][2][4], const Scorer& scorer, Operands& op
     if (!DIRECT) load_keys(operands, keys, next_keys, i + LOOKAHEAD);
     if (DIRECT && i % 2 == 0) load_keys(operands, keys, next_keys, i / 2 + LOOKAHEAD);
     load_shared_q(operands, scorer, i + 1);
+#ifdef MLAFLASH_TRY_LATE
+    if (DIRECT) convert_keys(operands, i, 0), convert_keys(operands, i, 1);
+#endif
     const u32(&b)[4] = DIRECT ? operands.b[i % 2] : operands.k[i % (LOOKAHEAD + 1)];
 #pragma unroll
     for (int m = 1; m >= 0; m--) {
       const u32(&shared)[4] = operands.q[i % 2][m];
       const u32(&a)[4] = i < REGISTER_STEPS ? scorer.q[i < REGISTER_STEPS ? i : 0][m] : shared;
       mma_16x8x16(s[m][0], a, b[0], b[1]);
+#ifndef MLAFLASH_TRY_LATE
       if (DIRECT) convert_keys(operands, i + 1, 1 - m);
+#endif
       mma_16x8x16(s[m][1], a, b[2], b[3]);
     }
   }
