@@ -38,11 +38,9 @@ static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of t
 static_assert(STAGES >= 2, "one tile is read while the next one is copied");
 static_assert(STEP_TILES == 1 || (STEP_TILES == 2 && FP8), "two tiles of 16 bits leave no registers");
 static_assert(!DETERMINISTIC || !FP8, "no such build");
-static_assert(!SPLIT_SOFTMAX || (KV_DTYPE == FLOAT8_E4M3 && COLUMN_WARPS == 4 && ROW_TILES * STEP_TILES == 2 &&
-                                 EXCHANGE_BUFFERS == 1),
-              "a lane of a group has four scores of one row");
-static_assert(SHIFTED_VALUES == 0 || FP8, "values of 16 bits are what they are");
-static_assert(ROW_TILES == 1 || (ROW_TILES == 2 && FP8 && STEP_TILES == 1), "32 rows of 16 bits are mma_wide's");
+static_assert(ROW_TILES == 1 || (ROW_TILES == 2 && KV_DTYPE == FLOAT8_E4M3 && STEP_TILES == 1), "no such build");
+static_assert(ROW_TILES == 1 || (COLUMN_WARPS == 4 && EXCHANGE_BUFFERS == 1),
+              "a lane of a group weighs four scores of one of 32 rows");
 static_assert(COLUMN_WARPS == 4 || (COLUMN_WARPS == 2 && KV_DTYPE == FLOAT8_E4M3 && STEP_TILES * ROW_TILES == 1),
               "half of the columns of 16 bits, or of two tiles, leave no registers");
 static_assert(SHARED_STEPS == 0 || (ROW_TILES * 4 / COLUMN_WARPS == 2 && SHARED_STEPS < V_STEPS),
@@ -66,19 +64,14 @@ struct Smem {
   static constexpr u32 EXCHANGE = RINGS + WARPS * RING_BYTES;
   // [COLUMN_WARPS][SHARED_STEPS][ROW_TILES][32] steps of q, 16 bytes a lane.
   static constexpr u32 Q = EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;
-  // float32 [COLUMN_WARPS][32][4] of two row tiles: see scale_scores().
-  static constexpr u32 UNITS = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * SCORE_BYTES;
-  // SPLIT_SOFTMAX in its place, of each group: [ROW_TILES][STEP_TILES][32] weights, 16 bytes a lane, before them
-  // float32 [COLUMN_WARPS][ROWS] magnitudes of q and after them float32 [ROWS][2], see join_softmax(); then what
-  // follows below.
-  static constexpr u32 WEIGHTS = UNITS;
-  static constexpr u32 FACTORS = ROW_TILES * STEP_TILES * SCORE_BYTES;  // float32 [ROWS], where a base has risen
-  static constexpr u32 ROW_UNITS = FACTORS + ROWS * 4;                  // float32 [ROWS]: Scales::scores
-  static constexpr u32 RAISED = ROW_UNITS + ROWS * 4;                   // u32 [COLUMN_WARPS]: whose factors count
+  // Two row tiles, of each group: [ROW_TILES][32] weights, 16 bytes a lane, before them float32 [COLUMN_WARPS][ROWS]
+  // magnitudes of q and after them float32 [ROWS][2], see join_softmax(); then what follows below.
+  static constexpr u32 WEIGHTS = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * SCORE_BYTES;
+  static constexpr u32 FACTORS = ROW_TILES * SCORE_BYTES;  // float32 [ROWS], where a base has risen
+  static constexpr u32 UNITS = FACTORS + ROWS * 4;         // float32 [ROWS]: Scales::scores
+  static constexpr u32 RAISED = UNITS + ROWS * 4;          // u32 [COLUMN_WARPS]: whose factors count
   static constexpr u32 HANDOVER_BYTES = RAISED + COLUMN_WARPS * 4;
-  static constexpr u32 BYTES = UNITS + (SPLIT_SOFTMAX    ? KV_GROUPS * HANDOVER_BYTES
-                                        : ROW_TILES == 2 ? COLUMN_WARPS * SCORE_BYTES
-                                                         : 0);
+  static constexpr u32 BYTES = WEIGHTS + (ROW_TILES == 2 ? KV_GROUPS * HANDOVER_BYTES : 0);
 };
 constexpr bool IS_LARGE = ROW_TILES * 4 / COLUMN_WARPS == 2;  // a lane has 128 numbers of o
 // As many blocks as registers allow; three of four warps where an sm_120 has room for them.
@@ -101,7 +94,7 @@ struct Warp {
   u32 keys;      // the lane's ldmatrix row in stage 0: of K, the B operand of q K; in 8 bits of its rope columns
   u32 values;    // of V, transposed, the B operand of P V; and of q, the A operand; in 8 bits of K
   u32 scores;    // the lane's place in exchange buffer 0, column warp 0 of the group
-  u32 handover;  // SPLIT_SOFTMAX: Smem::WEIGHTS of the group
+  u32 handover;  // two row tiles: Smem::WEIGHTS of the group
 };
 
 DEVICE Warp locate(u32 smem) {
@@ -404,31 +397,14 @@ struct Scales {
   Gain gain;
 };
 
-// Scores times Scales::scores. Those of two row tiles stay in shared memory for want of registers.
-DEVICE u32 unit_place(const Warp& w) {
-  return shared_base() + Smem::UNITS + w.column * Smem::SCORE_BYTES + w.lane * 16;
-}
 template <int N>
-DEVICE void scale_scores(const Warp& w, const Scales (&scales)[ROW_TILES], float unit, float (&s)[ROW_TILES][N][2][4]) {
-  float of[ROW_TILES][2];
+DEVICE void scale_scores(const Scales& scales, float unit, float (&s)[N][2][4]) {
 #pragma unroll
-  for (int t = 0; t < ROW_TILES; t++) of[t][0] = scales[t].scores[0], of[t][1] = scales[t].scores[1];
-  if constexpr (SPLIT_SOFTMAX) {
-#pragma unroll
-    for (int t = 0; t < ROW_TILES; t++)
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-        of[t][h] = ld_shared_f32(w.handover + Smem::ROW_UNITS + (t * TILE + w.lane / 4 + 8 * h) * 4);
-  } else if constexpr (ROW_TILES == 2) {
-    const f32x4 x = ld_shared_f32x4(unit_place(w));
-    of[0][0] = x.x, of[0][1] = x.y, of[ROW_TILES - 1][0] = x.z, of[ROW_TILES - 1][1] = x.w;
-  }
-#pragma unroll
-  for (int i = 0; i < ROW_TILES * N; i++)
+  for (int i = 0; i < N; i++)
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[i / N][i % N][n][e] *= of[i / N][e / 2] * unit;
+      for (int e = 0; e < 4; e++) s[i][n][e] *= scales.scores[e / 2] * unit;
 }
 
 // q as the A operand. Its first SHARED_STEPS steps stay in shared memory for want of registers, for both groups.
@@ -447,44 +423,53 @@ DEVICE void query_operand(const Query& q, int row_tile, int step, u32 (&a)[4]) {
   }
 }
 
-constexpr int CODE_LOADS = LATENT_BYTES / 32;  // ldmatrix of 16 tokens x 32 columns
-#ifdef MLAFLASH_TRY_ROPE
+constexpr int CODE_LOADS = LATENT_BYTES / 32;                   // ldmatrix of 16 tokens x 32 columns
 constexpr int ROPE_LOADS = TOKEN_SCALES ? 0 : ROPE_BYTES / 32;  // of its rope columns
-#else
-constexpr int ROPE_LOADS = 0;
-#endif
-constexpr bool LATE_VALUES = IS_LARGE;         // they are read from the ring as they are multiplied
+constexpr bool LATE_VALUES = IS_LARGE;                          // they are read from the ring as they are multiplied
 constexpr int CODES_AHEAD = IS_LARGE ? 1 : K_AHEAD;
+// Operands are made a step before the products that take them: a conversion in front of its product holds it up.
+#ifdef MLAFLASH_TRY_LATE
+constexpr bool OPERANDS_AHEAD = false;
+#else
+constexpr bool OPERANDS_AHEAD = IS_LARGE;
+#endif
 
 // The warp's part of q K^T of each tile. With TOKEN_SCALES the scales multiply what the latent columns give; then come
 // the rope columns, in bfloat16.
 DEVICE void partial_scores_fp8(const Query& q, const Warp& w, u32 stage, const float (&token_scales)[STEP_TILES][2][2],
                                float (&s)[ROW_TILES][STEP_TILES][2][4]) {
-  constexpr int LOADS = (CODE_LOADS + ROPE_LOADS) * STEP_TILES;
+  constexpr int LOADS = (CODE_LOADS + ROPE_LOADS) * STEP_TILES, BUFFERS = CODES_AHEAD + 1;
   // Two sums where an mma would wait for the one before it.
   constexpr int CHAINS = ROW_TILES * STEP_TILES == 1 ? 2 : 1;
   float sums[CHAINS][ROW_TILES][STEP_TILES][2][4] = {};
-  u32 k[CODES_AHEAD + 1][4];
+  u32 k[BUFFERS][4];  // of a load: tokens 0-7 and 8-15 of 16 dims, then of 16 more
+  Operand b[2][2];
   const u32 keys = w.values + stage;
+  const auto load = [&](int i) {
+    if (i < LOADS) ldmatrix_x4(k[i % BUFFERS], keys + i % STEP_TILES * (TILE * PITCH) + i / STEP_TILES * 32);
+  };
+  const auto convert = [&](int i, int n) {  // of 16 dims, the 8 tokens from 8 n on
+    if (i < 2 * LOADS) b[i % 2][n] = key_operand(k[i / 2 % BUFFERS][i % 2 * 2 + n]);
+  };
 #pragma unroll
-  for (int i = 0; i < CODES_AHEAD; i++) ldmatrix_x4(k[i], keys + i % STEP_TILES * (TILE * PITCH) + i / STEP_TILES * 32);
+  for (int i = 0; i < CODES_AHEAD; i++) load(i);
+  if (OPERANDS_AHEAD) convert(0, 0), convert(0, 1);
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) {
-    const int next = i + CODES_AHEAD, tile = i % STEP_TILES, step = i / STEP_TILES * 2;
-    if (next < LOADS)
-      ldmatrix_x4(k[next % (CODES_AHEAD + 1)], keys + next % STEP_TILES * (TILE * PITCH) + next / STEP_TILES * 32);
-    const u32(&codes)[4] = k[i % (CODES_AHEAD + 1)];  // tokens 0-7 and 8-15 of 16 dims, then of 16 more
+  for (int i = 0; i < 2 * LOADS; i++) {
+    const int tile = i / 2 % STEP_TILES, step = i / 2 / STEP_TILES * 2 + i % 2;
+    if (i % 2 == 0) load(i / 2 + CODES_AHEAD);
+    if (!OPERANDS_AHEAD) convert(i, 0), convert(i, 1);
+    u32 a[ROW_TILES][4];
 #pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-      const Operand b[2] = {key_operand(codes[j]), key_operand(codes[j + 1])};
+    for (int t = 0; t < ROW_TILES; t++) query_operand(q, t, step, a[t]);
+#pragma unroll
+    for (int n = 0; n < 2; n++)
 #pragma unroll
       for (int t = 0; t < ROW_TILES; t++) {
-        u32 a[4];
-        query_operand(q, t, step + j / 2, a);
-#pragma unroll
-        for (int n = 0; n < 2; n++) mma_16x8x16(sums[CHAINS == 2 ? j / 2 : 0][t][tile][n], a, b[n].b0, b[n].b1);
+        const Operand& of = b[i % 2][n];
+        mma_16x8x16(sums[CHAINS == 2 ? i % 2 : 0][t][tile][n], a[t], of.b0, of.b1);
+        if (OPERANDS_AHEAD && t == 0) convert(i + 1, n);
       }
-    }
   }
 #pragma unroll
   for (int i = 0; i < STEP_TILES; i++) {
@@ -541,9 +526,7 @@ DEVICE void add_values_fp8(const u32 (&weights)[ROW_TILES][STEP_TILES][4], int t
                            float (&o)[ROW_TILES][O_TILES][4]) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const u32 first = v[2 * i], last = v[2 * i + 1];
-    const Operand even = SHIFTED_VALUES == 2 ? even_columns_shifted(first, last) : even_columns(first, last);
-    const Operand odd = SHIFTED_VALUES >= 1 ? odd_columns_shifted(first, last) : odd_columns(first, last);
+    const Operand even = even_columns(v[2 * i], v[2 * i + 1]), odd = odd_columns(v[2 * i], v[2 * i + 1]);
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
       mma_16x8x16(o[t][4 * load + 2 * i], weights[t][tile], even.b0, even.b1);
@@ -552,14 +535,30 @@ DEVICE void add_values_fp8(const u32 (&weights)[ROW_TILES][STEP_TILES][4], int t
   }
 }
 
-// What add_values_fp8() has made of shifted columns, to the unit of the others.
-DEVICE void unshift(float (&o)[ROW_TILES][O_TILES][4]) {
+// LATE_VALUES: the same of all the warp's columns, from the ring. `v` holds the first codes.
+DEVICE void add_values_late(const u32 (&weights)[ROW_TILES][STEP_TILES][4], u32 values, u32 (&v)[2][4],
+                            float (&o)[ROW_TILES][O_TILES][4]) {
+  constexpr int PIECES = 2 * CODE_LOADS;  // of 16 columns
+  Operand b[2][2];
+  const auto convert = [&](int i, int odd) {
+    if (i >= PIECES) return;
+    const u32(&codes)[4] = v[i / 2 % 2];
+    const u32 first = codes[i % 2 * 2], last = codes[i % 2 * 2 + 1];
+    b[i % 2][odd] = odd ? odd_columns(first, last) : even_columns(first, last);
+  };
+  if (OPERANDS_AHEAD) convert(0, 0), convert(0, 1);
 #pragma unroll
-  for (int t = 0; t < ROW_TILES; t++)
+  for (int i = 0; i < PIECES; i++) {
+    if (i % 2 == 0 && i + 2 < PIECES) ldmatrix_x4_trans(v[(i / 2 + 1) % 2], values + (i / 2 + 1) * 32);
+    if (!OPERANDS_AHEAD) convert(i, 0), convert(i, 1);
 #pragma unroll
-    for (int i = 2 - SHIFTED_VALUES; i < O_TILES; i += SHIFTED_VALUES == 1 ? 2 : 1)
+    for (int odd = 0; odd < 2; odd++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) o[t][i][e] *= SHIFTED_UNIT;
+      for (int t = 0; t < ROW_TILES; t++) {
+        mma_16x8x16(o[t][2 * i + odd], weights[t][0], b[i % 2][odd].b0, b[i % 2][odd].b1);
+        if (OPERANDS_AHEAD && t == 0) convert(i + 1, odd);
+      }
+  }
 }
 
 // Scores of N tiles, complete and masked, to packed weights of what `unit` values count.
@@ -578,16 +577,15 @@ DEVICE u32 cached_bits(const Source& s, int first) {
   return (1u << min_int(max_int(min_int(s.last_cached + 1, s.end * TILE) - first, 0), TILE)) - 1;
 }
 
-// --- SPLIT_SOFTMAX ---------------------------------------------------------------------------------------------------
+// --- the softmax of two row tiles ------------------------------------------------------------------------------------
 
 // Each warp of a group weighs the same number of rows for all of them: a lane has four scores of one row. Partial
 // scores go to who weighs them, weights back to all.
-constexpr int OWN_ROWS = ROWS / COLUMN_WARPS;  // of a warp
-constexpr int ROW_LANES = WARP / OWN_ROWS;
-constexpr bool SPLIT_NEW = SPLIT_SOFTMAX && STEP_TILES == 1;  // of new rows, too
+constexpr bool SPLIT_SOFTMAX = ROW_TILES == 2;
+constexpr int OWN_ROWS = ROWS / COLUMN_WARPS;  // of a warp, four lanes each
 
 struct Weigher {
-  int row, tile;        // of the block's rows, and of a step
+  int row;              // of the block's rows
   u32 scores, weights;  // where its scores lie, those of column warp 0, and where its weights go
   float unit;           // Scales::scores of its row
   float base, sum;      // as in Softmax; the sum of the lane's own weights
@@ -595,36 +593,32 @@ struct Weigher {
 
 DEVICE Weigher make_weigher(const Warp& w) {
   Weigher own;
-  own.row = w.column * OWN_ROWS + w.lane / ROW_LANES;
-  own.tile = w.lane % ROW_LANES / 4;
+  own.row = w.column * OWN_ROWS + w.lane / 4;
   const u32 lane = own.row % 8 * 4 + w.lane % 4;  // that has computed part of these scores, and takes the weights
   const u32 first = w.scores - w.lane * 16;
-  own.scores = first + (own.row / 8 * STEP_TILES + own.tile) * Smem::SCORE_BYTES + lane * 16;
-  own.weights =
-      w.handover + (own.row / TILE * STEP_TILES + own.tile) * Smem::SCORE_BYTES + lane * 16 + own.row / 8 % 2 * 4;
-  own.unit = ld_shared_f32(w.handover + Smem::ROW_UNITS + own.row * 4);
+  own.scores = first + own.row / 8 * Smem::SCORE_BYTES + lane * 16;
+  own.weights = w.handover + own.row / TILE * Smem::SCORE_BYTES + lane * 16 + own.row / 8 % 2 * 4;
+  own.unit = ld_shared_f32(w.handover + Smem::UNITS + own.row * 4);
   own.base = neg_inf();
   own.sum = 0.0f;
   return own;
 }
 
-// Half rows of the row tiles, tile by tile.
+// Half rows of the row tiles.
 template <int N>
 DEVICE void publish_halves(const Warp& w, const float (&s)[ROW_TILES][N][2][4]) {
   const u32 mine = w.scores + w.column * Smem::SCORES_BYTES;
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-      for (int i = 0; i < N; i++) {
-        const float (&x)[2][4] = s[t][i];
-        st_shared_f32x4(mine + ((t * 2 + h) * N + i) * Smem::SCORE_BYTES,
-                        {x[0][2 * h], x[0][2 * h + 1], x[1][2 * h], x[1][2 * h + 1]});
-      }
+    for (int h = 0; h < 2; h++) {
+      const float (&x)[2][4] = s[t][0];
+      st_shared_f32x4(mine + (t * 2 + h) * Smem::SCORE_BYTES,
+                      {x[0][2 * h], x[0][2 * h + 1], x[1][2 * h], x[1][2 * h + 1]});
+    }
 }
 
-// The lane's scores, complete: of tokens 2 i, 2 i + 1, 2 i + 8, 2 i + 9, i = lane % 4, of its tile.
+// The lane's scores, complete: of tokens 2 i, 2 i + 1, 2 i + 8, 2 i + 9, i = lane % 4.
 DEVICE void collect_scores(const Weigher& own, float unit, float (&s)[4]) {
   const f32x4 first = ld_shared_f32x4(own.scores);
   s[0] = first.x, s[1] = first.y, s[2] = first.z, s[3] = first.w;
@@ -650,16 +644,10 @@ DEVICE void cap_own_scores(float (&s)[4]) {
   for (int e = 0; e < 4; e++) s[e] = tanh_f32(s[e]);
 }
 
-// visible_bits() of the lane's row and tile.
+// visible_bits() of the lane's row.
 DEVICE u32 own_bits(const VerifyParams& p, const Request& r, const RowTile& rows, const Weigher& own, int tile) {
   const int q = r.q_begin + (rows.first + own.row) / p.num_heads;
-  return visible_bits(p, r, min_int(q, rows.q_last), (tile + own.tile) * TILE);
-}
-
-DEVICE float max_over_lanes(float v) {
-#pragma unroll
-  for (int distance = 1; distance < ROW_LANES; distance *= 2) v = max_f32(v, shfl_xor_f32(v, distance));
-  return v;
+  return visible_bits(p, r, min_int(q, rows.q_last), tile * TILE);
 }
 
 // The scores to weights of what `unit` values count, and these to all warps.
@@ -668,10 +656,10 @@ DEVICE void weigh_own(const VerifyParams& p, const Warp& w, Weigher& own, float 
   const float maximum = fma_f32(scale, max_f32(max_f32(s[0], s[1]), max_f32(s[2], s[3])), -WEIGHT_LIFT);
   const bool raised = warp_any(maximum > own.base + RESCALE_ABOVE);
   if (raised) {
-    const float base = max_f32(own.base, max_over_lanes(maximum)), factor = ex2(own.base - finite_base(base));
+    const float base = max_f32(own.base, max_over_row(maximum)), factor = ex2(own.base - finite_base(base));
     own.base = base;
     own.sum *= factor;
-    if (w.lane % ROW_LANES == 0) st_shared_f32(w.handover + Smem::FACTORS + own.row * 4, factor);
+    if (w.lane % 4 == 0) st_shared_f32(w.handover + Smem::FACTORS + own.row * 4, factor);
   }
   if (w.lane == 0) st_shared_u32(w.handover + Smem::RAISED + w.column * 4, raised);
   const float base = finite_base(own.base);
@@ -687,9 +675,9 @@ DEVICE void weigh_own(const VerifyParams& p, const Warp& w, Weigher& own, float 
 template <int N>
 DEVICE void take_weights(const Warp& w, u32 (&weights)[ROW_TILES][N][4], float (&o)[ROW_TILES][O_TILES][4]) {
 #pragma unroll
-  for (int i = 0; i < ROW_TILES * N; i++) {
-    const u32x4 x = ld_shared_u32x4(w.handover + i * Smem::SCORE_BYTES + w.lane * 16);
-    u32(&a)[4] = weights[i / N][i % N];
+  for (int t = 0; t < ROW_TILES; t++) {
+    const u32x4 x = ld_shared_u32x4(w.handover + t * Smem::SCORE_BYTES + w.lane * 16);
+    u32(&a)[4] = weights[t][0];
     a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
   }
   const u32x4 raised = ld_shared_u32x4(w.handover + Smem::RAISED);
@@ -709,11 +697,9 @@ DEVICE void take_weights(const Warp& w, u32 (&weights)[ROW_TILES][N][4], float (
 
 // What all warps know of their rows from then on.
 DEVICE void join_softmax(const Warp& w, const Weigher& own, Softmax (&softmax)[ROW_TILES]) {
-  float sum = own.sum;
-#pragma unroll
-  for (int distance = 1; distance < ROW_LANES; distance *= 2) sum += shfl_xor_f32(sum, distance);
+  const float sum = sum_over_row(own.sum);
   group_sync(w);  // orders the reads of the last weights before the writes over them
-  if (w.lane % ROW_LANES == 0) st_shared_f32x2(w.handover + own.row * 8, {own.base, sum});
+  if (w.lane % 4 == 0) st_shared_f32x2(w.handover + own.row * 8, {own.base, sum});
   group_sync(w);  // orders the writes before the reads
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++)
@@ -848,7 +834,7 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTi
     if constexpr (TOKEN_SCALES) load_token_scales(w, w.ring + NEW_SCALES, 4, token_scales[0]);
     partial_scores_new(q, keys, token_scales, s);
     const u32 among = ~((1u << min_int(max_int(source.last_cached + 1 - tile * TILE, 0), TILE)) - 1);
-    if constexpr (SPLIT_NEW) {
+    if constexpr (SPLIT_SOFTMAX) {
       publish_halves(w, s);
       group_sync(w);  // orders the partial scores' writes before the reads
       float mine[4];
@@ -859,7 +845,7 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTi
       group_sync(w);  // orders the weights' and factors' writes before the reads, and these reads before the next ones
       take_weights(w, weights, o);
     } else {
-      scale_scores(w, scales, unit, s);
+      scale_scores(scales[0], unit, s[0]);
       publish_scores(w, buffer, s);
       add_scores(w, buffer, s);
 #pragma unroll
@@ -981,7 +967,7 @@ DEVICE void load_q(const VerifyParams& p, const Warp& w, u32 stage, u32 (&q)[Q_S
   }
 }
 
-// SPLIT_SOFTMAX: of a row's largest magnitudes in each warp's columns, the largest, by which all of them then go.
+// Two row tiles: of a row's largest magnitudes in each warp's columns, the largest, by which all of them then go.
 DEVICE void join_magnitudes(const Warp& w, int row_tile, float (&magnitudes)[2]) {
   const u32 place = w.handover + (row_tile * TILE + w.lane / 4) * 4;
 #pragma unroll
@@ -1036,7 +1022,7 @@ DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, const RowTile& r
     const PowerOfTwo power = to_f16_range(magnitudes[h]);
     scales.scores[h] = power.reciprocal * cache_scale(p) * score_factor(p);
     if (SPLIT_SOFTMAX && w.column == 0 && quad_lane == 0)
-      st_shared_f32(w.handover + Smem::ROW_UNITS + (row_tile * TILE + w.lane / 4 + 8 * h) * 4, scales.scores[h]);
+      st_shared_f32(w.handover + Smem::UNITS + (row_tile * TILE + w.lane / 4 + 8 * h) * 4, scales.scores[h]);
     const float factor = p.sm_scale == 0.0f ? 0.0f : p.sm_scale < 0.0f ? -power.value : power.value;
 #pragma unroll
     for (int i = 0; i < K_STEPS; i++)
@@ -1073,12 +1059,8 @@ DEVICE void load_query(const VerifyParams& p, const Request& r, const RowTile& r
       }
     }
   }
-  if (ROW_TILES == 2 && !SPLIT_SOFTMAX && w.group == 0)
-    st_shared_f32x4(unit_place(w), {scales[0].scores[0], scales[0].scores[1], scales[ROW_TILES - 1].scores[0],
-                                    scales[ROW_TILES - 1].scores[1]});
-  if (SPLIT_SOFTMAX) group_sync(w);  // orders the writes of the rows' units before the reads
-  if ((SHARED_STEPS > 0 || ROW_TILES == 2) && KV_GROUPS == 2)
-    block_sync();  // orders the first group's writes before the other's reads
+  if (SPLIT_SOFTMAX) group_sync(w);                      // orders the writes of the rows' units before the reads
+  if (SHARED_STEPS > 0 && KV_GROUPS == 2) block_sync();  // orders the first group's writes before the other's reads
 }
 
 // Fills the ring. q passes through its last stage, while the others already fill with KV; for an 8-bit cache it does
@@ -1171,7 +1153,7 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
     warp_sync();  // orders all lanes' copies of these tiles, which have landed, before the reads
     // The codes of V go to registers as those of K do, and become float16 when their weights are there.
     float s[ROW_TILES][STEP_TILES][2][4], token_scales[STEP_TILES][2][2] = {};
-    u32 v[STEP_TILES][CODE_LOADS][4], weights[ROW_TILES][STEP_TILES][4];
+    u32 v[STEP_TILES][CODE_LOADS][4], late[2][4], weights[ROW_TILES][STEP_TILES][4];
     const u32 listed = SPARSE_IDS ? source.listed[0] : ~0u;
 #pragma unroll
     for (int i = 0; i < STEP_TILES; i++)
@@ -1194,21 +1176,18 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
       collect_scores(own, 1.0f, mine);
       cap_own_scores(mine);
       if constexpr (SPARSE_IDS) {
-        if (listed != ~0u) mask_own_scores(w, listed >> own.tile * TILE, mine);
+        if (listed != ~0u) mask_own_scores(w, listed, mine);
       } else if (is_masked) {
-        mask_own_scores(w, own_bits(p, r, rows, own, tile) & cached_bits(source, (tile + own.tile) * TILE), mine);
+        mask_own_scores(w, own_bits(p, r, rows, own, tile) & cached_bits(source, tile * TILE), mine);
       }
       weigh_own(p, w, own, 1.0f, mine);
-      if constexpr (LATE_VALUES) ldmatrix_x4_trans(v[0][0], w.values + stage);
+      ldmatrix_x4_trans(late[0], w.values + stage);
       group_sync(w);  // orders the weights' and factors' writes before the reads, and these reads before the next ones
       take_weights(w, weights, o);
     } else {
-      scale_scores(w, scales, 1.0f, s);
+      scale_scores(scales[0], 1.0f, s[0]);
       publish_scores(w, buffer, s);
       add_scores(w, buffer, s);
-      // Read again, for want of registers.
-      if constexpr (TOKEN_SCALES && LATE_VALUES)
-        load_token_scales(w, w.ring + stage + LATENT_BYTES + ROPE_BYTES, PITCH, token_scales[0]);
 #pragma unroll
       for (int t = 0; t < ROW_TILES; t++) {
 #pragma unroll
@@ -1230,24 +1209,17 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
 #pragma unroll
         for (int j = 0; j < CODE_LOADS; j++) add_values_fp8(weights, i, v[i][j], j, o);
     } else {
-      const u32 values = w.values + stage;
-      if constexpr (!SPLIT_SOFTMAX) ldmatrix_x4_trans(v[0][0], values);
-#pragma unroll
-      for (int j = 0; j < CODE_LOADS; j++) {
-        if (j + 1 < CODE_LOADS) ldmatrix_x4_trans(v[0][(j + 1) % 2], values + (j + 1) * 32);
-        add_values_fp8(weights, 0, v[0][j % 2], j, o);
-      }
+      if constexpr (!SPLIT_SOFTMAX) ldmatrix_x4_trans(late[0], w.values + stage);
+      add_values_late(weights, w.values + stage, late, o);
       copy_tile(p, r, rows, w, source, w.ring + stage, copied_id(w, source, w.ring + stage));
     }
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
   cp_async_wait_all();  // nothing is in flight any more
-  if constexpr (SPLIT_SOFTMAX && !SPLIT_NEW) join_softmax(w, own, softmax);
   const float scale = cache_scale(p);
-  if constexpr (SHIFTED_VALUES > 0) unshift(o);
   if constexpr (NEW_KV) attend_new_rows(p, r, rows, tiles, w, source, q, softmax, scales, o, buffer, own);
-  if constexpr (SPLIT_NEW) join_softmax(w, own, softmax);
+  if constexpr (SPLIT_SOFTMAX) join_softmax(w, own, softmax);
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++) {
 #pragma unroll

@@ -154,6 +154,7 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
             max(capacity.max_batch, 1),
             capacity.max_kv_len,
             device,
+            has_new_kv=capacity.new_kv,
             page_size=capacity.page_size,
             kv_dtype=capacity.kv_dtype,
         )

@@ -184,7 +184,7 @@ def check_fp8(kv_dtype: str, device: Device) -> None:
 
 
 def check_cache(config: KernelConfig, kv_dtype: str, *, has_new_kv: bool) -> None:
-    """Refuse constants that are for caches of the other width.
+    """Refuse constants that are for other caches.
 
     Parameters
     ----------
@@ -203,27 +203,20 @@ def check_cache(config: KernelConfig, kv_dtype: str, *, has_new_kv: bool) -> Non
     if isinstance(config, MmaNarrowConfig):
         for name, usual, takes in (
             ("step_tiles", 1, is_fp8),
-            ("row_tiles", 1, is_fp8),
+            ("row_tiles", 1, kv_dtype == "float8_e4m3"),
             ("column_warps", 4, kv_dtype == "float8_e4m3"),
-            ("shifted_values", 0, is_fp8),
-            ("split_softmax", 0, kv_dtype == "float8_e4m3"),
         ):
             value = getattr(config, name)
             if value != usual and not takes:
-                caches = "of float8_e4m3" if name in ("column_warps", "split_softmax") else "of 8 bits"
+                caches = "of 8 bits" if name == "step_tiles" else "of float8_e4m3"
                 raise TileError(
                     f"{name} is {value} and kv_cache is {kv_dtype}; other than {usual} is for caches {caches}. "
                     f"Use {usual}."
                 )
-    if isinstance(config, MmaRolesConfig) and not is_fp8 and (config.code_stages > 0 or config.shifted_values > 0):
+    if isinstance(config, MmaRolesConfig) and is_fp8 and has_new_kv:
         raise TileError(
-            f"code_stages is {config.code_stages}, shifted_values {config.shifted_values} and kv_cache is {kv_dtype}; "
-            "other than 0 is for caches of 8 bits. Use 0."
-        )
-    if isinstance(config, MmaRolesConfig) and is_fp8 and has_new_kv and config.code_stages == 0:
-        raise TileError(
-            f"code_stages is 0, kv_cache is {kv_dtype} and new_kv is given; without a ring of float16 its rows have no "
-            "place. Use 1."
+            f"kernel is mma_roles, kv_cache is {kv_dtype} and new_kv is given; that kernel takes rows of 8 bits alone. "
+            "Use mma_narrow."
         )
 
 
@@ -284,7 +277,8 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
         Packed rows of a block, where they are given. Those that nothing is known of for such a cache take the splits
         of what is chosen.
     """
-    if row_tile not in {c.config.rows for c in cost.row_classes(problem.kv_dtype)}:
+    has_new_kv = problem.new_kv is not None
+    if row_tile not in {c.config.rows for c in cost.row_classes(problem.kv_dtype) if c.takes_new_kv >= has_new_kv}:
         row_tile = None
     rows = max(1, problem.max_q_len * problem.num_heads)
     partial_bytes = 4 if problem.out_dtype == "float32" else 2
@@ -300,6 +294,7 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
         partial_bytes=partial_bytes,
         row_tile=row_tile,
         is_sparse=problem.is_sparse,
+        has_new_kv=has_new_kv,
         page_size=problem.page_size,
         kv_dtype=problem.kv_dtype,
     )

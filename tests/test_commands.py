@@ -386,7 +386,6 @@ def test_rows_of_compile_tell_the_forms_apart() -> None:
     assert ("mask", "format=retrieve") in rows
     assert ("tile", "ht=8 tk=32 bfloat16 out_dtype=float32") in rows
     narrow = "kv_groups=2 stages=2 exchange_buffers=2 step_tiles=1 row_tiles=1 column_warps=4 shared_steps=0"
-    narrow += " shifted_values=0 split_softmax=0"
     assert ("mma_narrow", f"{narrow} soft_cap split_kv float16") in rows
     assert ("mma_narrow", f"{narrow} soft_cap sparse_ids float16") in rows
     assert ("tile", "ht=8 tk=32 sparse_ids float32") in rows

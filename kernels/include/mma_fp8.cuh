@@ -82,18 +82,6 @@ DEVICE Operand odd_columns(u32 codes_0, u32 codes_8) {
   return {r.x, r.y};
 }
 
-// The same times 2^-8, without a conversion: the exponent of a number in e4m3, in place of that of a float16, and the
-// subnormal ones come out right, too. A NaN code comes out as 480, so that something else has to know of it.
-constexpr float SHIFTED_UNIT = 256.0f;
-DEVICE Operand even_columns_shifted(u32 codes_0, u32 codes_8) {
-  return {(codes_0 & 0x007f007fu) * 128 + (codes_0 & 0x00800080u) * 256,
-          (codes_8 & 0x007f007fu) * 128 + (codes_8 & 0x00800080u) * 256};
-}
-DEVICE Operand odd_columns_shifted(u32 codes_0, u32 codes_8) {
-  return {(codes_0 & 0x7f007f00u) >> 1 | (codes_0 & 0x80008000u),
-          (codes_8 & 0x7f007f00u) >> 1 | (codes_8 & 0x80008000u)};
-}
-
 // --- softmax -------------------------------------------------------------------------------------------------------
 
 // TOKEN_SCALES: what accumulates is 2^gain * weight * scale of the token * V, for each of the lane's rows, so that the

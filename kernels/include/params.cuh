@@ -135,15 +135,6 @@ constexpr int REFILL_AT = MLAFLASH_REFILL_AT;
 #ifdef MLAFLASH_SHARED_STEPS
 constexpr int SHARED_STEPS = MLAFLASH_SHARED_STEPS;
 #endif
-// mma_roles, mma_narrow over 8 bits: of the two operands that a load of values makes, those that integer instructions
-// make.
-#ifdef MLAFLASH_SHIFTED_VALUES
-constexpr int SHIFTED_VALUES = MLAFLASH_SHIFTED_VALUES;
-#endif
-// mma_roles: tiles in the ring of 8-bit ones, 0 for a cache of 16 bits and where every warp reads codes itself.
-#ifdef MLAFLASH_CODE_STAGES
-constexpr int CODE_STAGES = MLAFLASH_CODE_STAGES;
-#endif
 
 // Tensor-core kernels. SOFT_CAP 1: logit_cap is positive. NEW_KV 1: new_kv_c and new_k_pe hold the last q_len tokens.
 #ifdef MLAFLASH_SOFT_CAP
@@ -182,6 +173,4 @@ constexpr int KV_GROUPS = MLAFLASH_KV_GROUPS;
 constexpr int EXCHANGE_BUFFERS = MLAFLASH_EXCHANGE_BUFFERS;
 constexpr int STEP_TILES = MLAFLASH_STEP_TILES;
 constexpr int ROW_TILES = MLAFLASH_ROW_TILES;
-// 1: each warp of a group weighs a quarter of the rows for all of them.
-constexpr int SPLIT_SOFTMAX = MLAFLASH_SPLIT_SOFTMAX;
 #endif

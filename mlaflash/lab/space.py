@@ -131,12 +131,13 @@ SPACES: Final[dict[str, Space]] = {
             Axis("stages", (2, 3, 4), (2, 3), "KV tiles in the ring."),
             Axis("exchange_buffers", (1, 2), (1, 2), "Buffers for the scores that warps exchange."),
             Axis("step_tiles", (1,), (1,), "KV tiles that a group takes at once, 2 of 8 bits.", fp8_values=(1, 2)),
-            Axis("row_tiles", (1,), (1,), "Row tiles of 16 of a block, 2 over 8 bits.", fp8_values=(1, 2)),
+            Axis("row_tiles", (1,), (1,), "Row tiles of 16 of a block, 2 over e4m3.", fp8_values=(1, 2)),
             Axis("shared_steps", (0,), (0,), "Steps of a warp's part of q in shared memory.", fp8_values=(0, 1, 3)),
             _MMA_SPLITS,
         ),
         lambda point: (
-            point["step_tiles"] * point["row_tiles"] <= 2 and (point["row_tiles"] == 2 or point["shared_steps"] == 0)
+            (point["row_tiles"] == 1 and point["shared_steps"] == 0)
+            or (point["step_tiles"] == 1 and point["exchange_buffers"] == 1 and point["row_tiles"] == 2)
         ),
     ),
     "mma_wide": Space(
@@ -158,10 +159,9 @@ SPACES: Final[dict[str, Space]] = {
     "mma_roles": Space(
         MmaRolesConfig,
         (
-            Axis("stages", (4, 8), (4,), "KV tiles in the ring.", fp8_values=(3, 4)),
+            Axis("stages", (4, 8), (4,), "KV tiles in the ring."),
             Axis("shared_steps", (3, 4, 5), (4,), "Steps of a score warp's part of q that stay in shared memory."),
             Axis("lookahead", (1, 2), (1, 2), "Operand loads ahead of the products."),
-            Axis("code_stages", (0,), (0,), "KV tiles of 8 bits in the ring before it.", fp8_values=(1, 2)),
             _MMA_SPLITS,
         ),
     ),
