@@ -198,6 +198,8 @@ def check_cache(config: KernelConfig, kv_dtype: str, *, has_new_kv: bool) -> Non
     ------
     TileError
         With the constant and what is allowed.
+    UnsupportedError
+        The kernel does not take `new_kv` beside such a cache.
     """
     is_fp8 = kv_dtype in FP8_CODES
     if isinstance(config, MmaNarrowConfig):
@@ -214,9 +216,9 @@ def check_cache(config: KernelConfig, kv_dtype: str, *, has_new_kv: bool) -> Non
                     f"Use {usual}."
                 )
     if isinstance(config, MmaRolesConfig) and is_fp8 and has_new_kv:
-        raise TileError(
-            f"kernel is mma_roles, kv_cache is {kv_dtype} and new_kv is given; that kernel takes rows of 8 bits alone. "
-            "Use mma_narrow."
+        raise UnsupportedError(
+            f"kernel 'mma_roles' does not take new_kv beside a {kv_dtype} cache; mma_narrow does. Leave kernel and tiles "
+            "out."
         )
 
 

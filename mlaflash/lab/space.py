@@ -62,12 +62,13 @@ class Space:
         Makes the kernel's configuration of one value for each axis, by name, some or all left out.
     axes : tuple of Axis
     is_built : callable
-        Whether the kernel can be compiled for a point, given by the names of the axes; others are passed over.
+        Whether the kernel can be compiled for a point, given by the names of the axes, and a cache; others are passed
+        over.
     """
 
     config: Callable[..., KernelConfig]
     axes: tuple[Axis, ...]
-    is_built: Callable[[Mapping[str, int]], bool] = lambda _: True
+    is_built: Callable[[Mapping[str, int], str], bool] = lambda *_: True
 
     def candidates(
         self, device_kind: str, chosen: Mapping[str, Sequence[int]], kv_dtype: str = "bfloat16"
@@ -96,7 +97,7 @@ class Space:
             lists.append(chosen.get(axis.name, values))
         for values in itertools.product(*lists):
             point = {axis.name: value for axis, value in zip(self.axes, values, strict=True)}
-            if self.is_built(point):
+            if self.is_built(point, kv_dtype):
                 yield self.config(**point)
 
     def change(self, config: KernelConfig, chosen: Mapping[str, int]) -> KernelConfig:
@@ -135,9 +136,10 @@ SPACES: Final[dict[str, Space]] = {
             Axis("shared_steps", (0,), (0,), "Steps of a warp's part of q in shared memory.", fp8_values=(0, 1, 3)),
             _MMA_SPLITS,
         ),
-        lambda point: (
-            (point["row_tiles"] == 1 and point["shared_steps"] == 0)
-            or (point["step_tiles"] == 1 and point["exchange_buffers"] == 1 and point["row_tiles"] == 2)
+        lambda point, kv_dtype: (
+            point["shared_steps"] == 0
+            if point["row_tiles"] == 1
+            else kv_dtype == "float8_e4m3" and point["step_tiles"] == point["exchange_buffers"] == 1
         ),
     ),
     "mma_wide": Space(
@@ -150,7 +152,7 @@ SPACES: Final[dict[str, Space]] = {
             Axis("refill_at", (3, 5, 9), (9,), "Step through the dims of a tile at which the ring is refilled."),
             _MMA_SPLITS,
         ),
-        lambda point: (
+        lambda point, _: (
             point["row_groups"] * point["column_warps"] in (4, 8)
             and point["stages"] >= point["row_groups"]
             and point["refill_at"] <= 36 // point["column_warps"]
