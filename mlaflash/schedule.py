@@ -217,8 +217,8 @@ def check_cache(config: KernelConfig, kv_dtype: str, *, has_new_kv: bool) -> Non
                 )
     if isinstance(config, MmaRolesConfig) and is_fp8 and has_new_kv:
         raise UnsupportedError(
-            f"kernel 'mma_roles' does not take new_kv beside a {kv_dtype} cache; mma_narrow does. Leave kernel and tiles "
-            "out."
+            f"kernel 'mma_roles' does not take new_kv beside a {kv_dtype} cache; mma_narrow does. Leave kernel and "
+            "tiles out."
         )
 
 
