@@ -427,49 +427,40 @@ constexpr int CODE_LOADS = LATENT_BYTES / 32;                   // ldmatrix of 1
 constexpr int ROPE_LOADS = TOKEN_SCALES ? 0 : ROPE_BYTES / 32;  // of its rope columns
 constexpr bool LATE_VALUES = IS_LARGE;                          // they are read from the ring as they are multiplied
 constexpr int CODES_AHEAD = IS_LARGE ? 1 : K_AHEAD;
-// Operands are made a step before the products that take them: a conversion in front of its product holds it up.
-#ifdef MLAFLASH_TRY_LATE
-constexpr bool OPERANDS_AHEAD = false;
-#else
-constexpr bool OPERANDS_AHEAD = IS_LARGE;
-#endif
 
 // The warp's part of q K^T of each tile. With TOKEN_SCALES the scales multiply what the latent columns give; then come
 // the rope columns, in bfloat16.
 DEVICE void partial_scores_fp8(const Query& q, const Warp& w, u32 stage, const float (&token_scales)[STEP_TILES][2][2],
                                float (&s)[ROW_TILES][STEP_TILES][2][4]) {
-  constexpr int LOADS = (CODE_LOADS + ROPE_LOADS) * STEP_TILES, BUFFERS = CODES_AHEAD + 1;
+  constexpr int LOADS = (CODE_LOADS + ROPE_LOADS) * STEP_TILES;
   // Two sums where an mma would wait for the one before it.
+#ifdef MLAFLASH_TRY_ONE_CHAIN
+  constexpr int CHAINS = 1;
+#else
   constexpr int CHAINS = ROW_TILES * STEP_TILES == 1 ? 2 : 1;
+#endif
   float sums[CHAINS][ROW_TILES][STEP_TILES][2][4] = {};
-  u32 k[BUFFERS][4];  // of a load: tokens 0-7 and 8-15 of 16 dims, then of 16 more
-  Operand b[2][2];
+  u32 k[CODES_AHEAD + 1][4];
   const u32 keys = w.values + stage;
-  const auto load = [&](int i) {
-    if (i < LOADS) ldmatrix_x4(k[i % BUFFERS], keys + i % STEP_TILES * (TILE * PITCH) + i / STEP_TILES * 32);
-  };
-  const auto convert = [&](int i, int n) {  // of 16 dims, the 8 tokens from 8 n on
-    if (i < 2 * LOADS) b[i % 2][n] = key_operand(k[i / 2 % BUFFERS][i % 2 * 2 + n]);
-  };
 #pragma unroll
-  for (int i = 0; i < CODES_AHEAD; i++) load(i);
-  if (OPERANDS_AHEAD) convert(0, 0), convert(0, 1);
+  for (int i = 0; i < CODES_AHEAD; i++) ldmatrix_x4(k[i], keys + i % STEP_TILES * (TILE * PITCH) + i / STEP_TILES * 32);
 #pragma unroll
-  for (int i = 0; i < 2 * LOADS; i++) {
-    const int tile = i / 2 % STEP_TILES, step = i / 2 / STEP_TILES * 2 + i % 2;
-    if (i % 2 == 0) load(i / 2 + CODES_AHEAD);
-    if (!OPERANDS_AHEAD) convert(i, 0), convert(i, 1);
-    u32 a[ROW_TILES][4];
+  for (int i = 0; i < LOADS; i++) {
+    const int next = i + CODES_AHEAD, tile = i % STEP_TILES, step = i / STEP_TILES * 2;
+    if (next < LOADS)
+      ldmatrix_x4(k[next % (CODES_AHEAD + 1)], keys + next % STEP_TILES * (TILE * PITCH) + next / STEP_TILES * 32);
+    const u32(&codes)[4] = k[i % (CODES_AHEAD + 1)];  // tokens 0-7 and 8-15 of 16 dims, then of 16 more
 #pragma unroll
-    for (int t = 0; t < ROW_TILES; t++) query_operand(q, t, step, a[t]);
-#pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int j = 0; j < 4; j += 2) {
+      const Operand b[2] = {key_operand(codes[j]), key_operand(codes[j + 1])};
 #pragma unroll
       for (int t = 0; t < ROW_TILES; t++) {
-        const Operand& of = b[i % 2][n];
-        mma_16x8x16(sums[CHAINS == 2 ? i % 2 : 0][t][tile][n], a[t], of.b0, of.b1);
-        if (OPERANDS_AHEAD && t == 0) convert(i + 1, n);
+        u32 a[4];
+        query_operand(q, t, step + j / 2, a);
+#pragma unroll
+        for (int n = 0; n < 2; n++) mma_16x8x16(sums[CHAINS == 2 ? j / 2 : 0][t][tile][n], a, b[n].b0, b[n].b1);
       }
+    }
   }
 #pragma unroll
   for (int i = 0; i < STEP_TILES; i++) {
@@ -532,32 +523,6 @@ DEVICE void add_values_fp8(const u32 (&weights)[ROW_TILES][STEP_TILES][4], int t
       mma_16x8x16(o[t][4 * load + 2 * i], weights[t][tile], even.b0, even.b1);
       mma_16x8x16(o[t][4 * load + 2 * i + 1], weights[t][tile], odd.b0, odd.b1);
     }
-  }
-}
-
-// LATE_VALUES: the same of all the warp's columns, from the ring. `v` holds the first codes.
-DEVICE void add_values_late(const u32 (&weights)[ROW_TILES][STEP_TILES][4], u32 values, u32 (&v)[2][4],
-                            float (&o)[ROW_TILES][O_TILES][4]) {
-  constexpr int PIECES = 2 * CODE_LOADS;  // of 16 columns
-  Operand b[2][2];
-  const auto convert = [&](int i, int odd) {
-    if (i >= PIECES) return;
-    const u32(&codes)[4] = v[i / 2 % 2];
-    const u32 first = codes[i % 2 * 2], last = codes[i % 2 * 2 + 1];
-    b[i % 2][odd] = odd ? odd_columns(first, last) : even_columns(first, last);
-  };
-  if (OPERANDS_AHEAD) convert(0, 0), convert(0, 1);
-#pragma unroll
-  for (int i = 0; i < PIECES; i++) {
-    if (i % 2 == 0 && i + 2 < PIECES) ldmatrix_x4_trans(v[(i / 2 + 1) % 2], values + (i / 2 + 1) * 32);
-    if (!OPERANDS_AHEAD) convert(i, 0), convert(i, 1);
-#pragma unroll
-    for (int odd = 0; odd < 2; odd++)
-#pragma unroll
-      for (int t = 0; t < ROW_TILES; t++) {
-        mma_16x8x16(o[t][2 * i + odd], weights[t][0], b[i % 2][odd].b0, b[i % 2][odd].b1);
-        if (OPERANDS_AHEAD && t == 0) convert(i + 1, odd);
-      }
   }
 }
 
@@ -1153,7 +1118,7 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
     warp_sync();  // orders all lanes' copies of these tiles, which have landed, before the reads
     // The codes of V go to registers as those of K do, and become float16 when their weights are there.
     float s[ROW_TILES][STEP_TILES][2][4], token_scales[STEP_TILES][2][2] = {};
-    u32 v[STEP_TILES][CODE_LOADS][4], late[2][4], weights[ROW_TILES][STEP_TILES][4];
+    u32 v[STEP_TILES][CODE_LOADS][4], weights[ROW_TILES][STEP_TILES][4];
     const u32 listed = SPARSE_IDS ? source.listed[0] : ~0u;
 #pragma unroll
     for (int i = 0; i < STEP_TILES; i++)
@@ -1181,7 +1146,7 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
         mask_own_scores(w, own_bits(p, r, rows, own, tile) & cached_bits(source, tile * TILE), mine);
       }
       weigh_own(p, w, own, 1.0f, mine);
-      ldmatrix_x4_trans(late[0], w.values + stage);
+      ldmatrix_x4_trans(v[0][0], w.values + stage);
       group_sync(w);  // orders the weights' and factors' writes before the reads, and these reads before the next ones
       take_weights(w, weights, o);
     } else {
@@ -1209,8 +1174,13 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
 #pragma unroll
         for (int j = 0; j < CODE_LOADS; j++) add_values_fp8(weights, i, v[i][j], j, o);
     } else {
-      if constexpr (!SPLIT_SOFTMAX) ldmatrix_x4_trans(late[0], w.values + stage);
-      add_values_late(weights, w.values + stage, late, o);
+      const u32 values = w.values + stage;
+      if constexpr (!SPLIT_SOFTMAX) ldmatrix_x4_trans(v[0][0], values);
+#pragma unroll
+      for (int j = 0; j < CODE_LOADS; j++) {
+        if (j + 1 < CODE_LOADS) ldmatrix_x4_trans(v[0][(j + 1) % 2], values + (j + 1) * 32);
+        add_values_fp8(weights, 0, v[0][j % 2], j, o);
+      }
       copy_tile(p, r, rows, w, source, w.ring + stage, copied_id(w, source, w.ring + stage));
     }
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;

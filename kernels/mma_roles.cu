@@ -856,6 +856,7 @@ DEVICE int attend_item(const VerifyParams& p, int item) {
   const int next = attend(p, make_piece(r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles), item);
   block_sync();  // orders this item's reads of shared memory before the next item's writes
   retire_barriers(shared_base());
+  if constexpr (FP8) block_sync();  // orders that before the next item's copies of q, which take the barriers' memory
   return next;
 }
 

@@ -160,9 +160,7 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
         "plan": lambda: planned(PLANNED, NARROW, 1),
         "e4m3": lambda: verify(FP8, NARROW_E4M3, splits=1),
         "e4m3, two tiles a step": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, step_tiles=2), splits=1),
-        "e4m3, two row tiles": lambda: verify(
-            FP8, MmaNarrowConfig(stages=3, exchange_buffers=1, row_tiles=2, shared_steps=1), splits=1
-        ),
+        "e4m3, two row tiles": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, row_tiles=2), splits=1),
         "e4m3 plan": lambda: planned(replace(PLANNED, kv_dtype="float8_e4m3", new_kv=True), NARROW_E4M3, 1),
         "ds_mla": lambda: verify(DS_MLA, NARROW_DS_MLA, splits=1),
         "ds_mla lists": lambda: verify(replace(LISTS, kv_dtype="fp8_ds_mla"), NARROW_DS_MLA, splits=1),
