@@ -307,6 +307,7 @@ DEVICE void scale_q(const VerifyParams& p, u32 smem) {
     for (int distance = 1; distance < WARP; distance *= 2)
 #pragma unroll
       for (u32 n = 0; n < AT_ONCE; n++) largest[n] = max_f32(largest[n], shfl_xor_f32(largest[n], distance));
+    warp_sync();  // orders the lanes' reads of the rows before the writes over them
 #pragma unroll
     for (u32 n = 0; n < AT_ONCE; n++) {
       const PowerOfTwo power = to_f16_range(largest[n]);
@@ -319,14 +320,10 @@ DEVICE void scale_q(const VerifyParams& p, u32 smem) {
           const f32x2 pair = unpack_pair<Q_DTYPE>(x[j]);
           x[j] = pack_f16x2(pair.x * power.value, pair.y * power.value);
         }
-        if constexpr (FP8) {
-          // Of each 16 dims the pairs 0, 2, 4, 6 come first: the order that key_operand() has.
-          const u32 place = chunk(n, i) - lane % 2 * 8;
-          st_shared_u32x2(place, {x[0], x[2]});
-          st_shared_u32x2(place + 16, {x[1], x[3]});
-        } else {
-          st_shared_u32x4(chunk(n, i), {x[0], x[1], x[2], x[3]});
-        }
+        // Of each 16 dims the pairs 0, 2, 4, 6 come first: the order that key_operand() has.
+        const u32 place = chunk(n, i) - lane % 2 * 8;
+        st_shared_u32x2(place, {x[0], x[2]});
+        st_shared_u32x2(place + 16, {x[1], x[3]});
       }
       const u32 row = first + n * WARPS;
       if (lane == 0 && row < ROWS) st_shared_f32(smem + Smem::UNITS + row * 4, power.reciprocal * unit);
