@@ -832,6 +832,7 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTi
     }
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
+  warp_sync();  // orders the lanes' reads of the last tile before what send_half() writes
 }
 
 // --- the end -------------------------------------------------------------------------------------------------------

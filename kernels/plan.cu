@@ -177,6 +177,7 @@ DEVICE int find_run(const VerifyParams& p, const Scratch& s, int spans, u32 smem
   constexpr int NONE = 0x7fffffff;
   if (spans == 0 || spans > p.work_blocks) return 0;
   const u64 end = ld_global_u64(s.begins + spans), blocks = (u32)p.work_blocks;
+  if (end > NONE) return 0;  // sums of tiles do not fit an int
   const int piece = (int)((end + blocks - 1) / blocks);
   const int tiles = (int)(end - (u32)(spans * p.work_start_tiles));  // a few too few where some have none
   const int least = max_int(max_int((tiles + (int)blocks - 1) / (int)blocks, p.work_least_tiles), 1);

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from mlaflash import jit, reuse
-from mlaflash.checks import is_number
+from mlaflash.checks import flag, is_number
 from mlaflash.device import Device, apply_budget, current_ordinal, on_device, padded_shared_bytes
 from mlaflash.errors import ShapeError
-from mlaflash.interop import ArrayView, device_view, ordinal_of
+from mlaflash.interop import ArrayView, device_view, ordinal_of, require_apart
 from mlaflash.jit.launch import PreparedLaunch
 from mlaflash.masks import TreeMask
 from mlaflash.problem import Problem, View, one_token_axis
@@ -65,7 +65,8 @@ def mla_verify(
     ----------
     q : array, shape (T, H, 576) or (B, S, H, 576), float32, bfloat16 or float16
         Absorbed queries: 512 latent columns, then 64 rope columns; or the pair ``(q_nope, q_pe)`` of widths 512 and 64.
-        Any strides, last axis contiguous; the second form has S query tokens for every request.
+        Any strides, last axis contiguous; the second form has S query tokens for every request, all of them one run in
+        memory: its first stride is S times its second.
     kv_cache : array, q's dtype, or 8 bits
         ``(slots, 576)``, ``(slots, 1, 576)``, ``(pages, page_size, 576)`` or ``(pages, page_size, 1, 576)``; or the
         pair ``(kv_c, k_pe)`` of widths 512 and 64. Rows of ``"fp8_ds_mla"`` are 656 wide, in one array.
@@ -102,8 +103,9 @@ def mla_verify(
     logit_cap : float
         ``logit_cap * tanh(score / logit_cap)`` before the mask; 0 for none.
     out : array, shape (T, H, 512) or (B, S, H, 512), optional
-        Filled in place; any strides, last axis contiguous. No JAX array, and no tensor that requires grad. By default
-        new memory, of the library of `q`.
+        Filled in place; any strides, last axis contiguous. No JAX array, and no tensor that requires grad. It shares no
+        memory with another array of the call, which is looked at in the first call of a layout, and with `validate`. By
+        default new memory, of the library of `q`.
     lse : array, shape (T, H) or (B, S, H), float32, optional
         As `out`.
     out_dtype : str or dtype, optional
@@ -235,7 +237,7 @@ def call_or_repeat(
     MlaFlashError
         As in `mla_verify`.
     """
-    known = None if validate else reuse.recall(signature)
+    known = reuse.recall(signature) if validate is False else None
     if known is not None:
         return _launch_again(known, signature, arguments["q"], arguments["out"], arguments["lse"], stream)
     call = prepare(**arguments, validate=validate, stream=stream, read=read)
@@ -373,6 +375,7 @@ def prepare(
     MlaFlashError
         As in `mla_verify`.
     """
+    validate = flag("validate", validate)
     first = q[0] if isinstance(q, tuple | list) and q else q
     current = current_ordinal()
     ordinal = ordinal_of(first)
@@ -437,7 +440,7 @@ def output_views(view: View, problem: Problem, out: Any, lse: Any) -> tuple[Arra
     Raises
     ------
     ShapeError
-        Shape, dtype or strides do not fit the problem, or an array must not be written.
+        Shape, dtype or strides do not fit the problem, or an array must not be written, or shares memory with another.
     """
     out_view, lse_view = view("out", out), view("lse", lse)
     for array, shape, dtype in (
@@ -453,6 +456,7 @@ def output_views(view: View, problem: Problem, out: Any, lse: Any) -> tuple[Arra
             )
     if problem.is_empty:
         return out_view, lse_view
+    require_apart((out_view, lse_view), problem.inputs)
     if len(problem.out_shape) == 4:
         out_view, lse_view = one_token_axis(out_view), one_token_axis(lse_view)
     if out_view.strides[-1] != 1:

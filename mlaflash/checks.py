@@ -54,6 +54,25 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
+def flag(name: str, value: Any) -> bool:
+    """Return a bool as Python's own; NumPy's are taken, nothing else is.
+
+    Parameters
+    ----------
+    name : str
+        The caller's name for it.
+    value : bool
+
+    Raises
+    ------
+    InvalidArgumentError
+        It is something else.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be True or False.")
+    return bool(value)
+
+
 def is_number(value: Any) -> bool:
     """Whether this is a number of Python's or NumPy's, and no array.
 

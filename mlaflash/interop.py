@@ -8,7 +8,8 @@ launch's stream wait for them on the GPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from mlaflash.params import numpy_dtype
 
 _LEGACY_STREAM = 1
 _NO_SYNC = -1
+_MAX_WORK: Any = 10_000  # steps of NumPy's search for a common byte
 _ON_A_GPU = (dlpack.CUDA, dlpack.CUDA_MANAGED)
 
 
@@ -191,6 +193,74 @@ def ordinal_of(array: Any) -> int | None:
     except (BufferError, RuntimeError, MlaFlashError):
         pass  # the view says why
     return None
+
+
+def _span(view: ArrayView) -> tuple[int, int]:
+    """Return the first byte of an array with elements, and the one behind its last."""
+    steps = [(length - 1) * stride for length, stride in zip(view.shape, view.strides, strict=True)]
+    first, last = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+    return view.ptr + first * view.itemsize, view.ptr + (last + 1) * view.itemsize
+
+
+def _same_memory(view: ArrayView) -> np.ndarray[Any, Any]:
+    """Make an array that lies where another does, never to be looked into."""
+    interface = {
+        "data": (view.ptr, True),
+        "shape": view.shape,
+        "strides": tuple(stride * view.itemsize for stride in view.strides),
+        "typestr": f"|V{view.itemsize}",
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def share_memory(one: ArrayView, other: ArrayView) -> bool:
+    """Whether two arrays have a byte in common, wherever they lie; True too where that is hard to tell.
+
+    Parameters
+    ----------
+    one, other : ArrayView
+    """
+    if 0 in one.shape or 0 in other.shape:
+        return False
+    (begin, end), (other_begin, other_end) = _span(one), _span(other)
+    if end <= other_begin or other_end <= begin:
+        return False
+    # Two views of one buffer may lie between each other, as slices of its last axis do.
+    try:
+        return np.shares_memory(_same_memory(one), _same_memory(other), max_work=_MAX_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def require_apart(results: Iterable[ArrayView], inputs: Iterable[ArrayView]) -> None:
+    """Refuse results whose elements lie on each other, or on what is read.
+
+    Parameters
+    ----------
+    results, inputs : iterable of ArrayView
+
+    Raises
+    ------
+    ShapeError
+        Naming the two arrays.
+    """
+    given, written = list(inputs), list(results)
+    for place, result in enumerate(written):
+        room = 1
+        for stride, length in sorted((abs(s), n) for s, n in zip(result.strides, result.shape, strict=True) if n > 1):
+            if stride < room and 0 not in result.shape:
+                raise ShapeError(
+                    f"{result.name} has strides {result.strides} (in elements) over shape {result.shape}, so that some "
+                    "of its elements lie on each other. Give memory for each."
+                )
+            room += (length - 1) * stride
+        for other in (*written[:place], *given):
+            if share_memory(result, other):
+                raise ShapeError(
+                    f"{result.name} shares memory with {other.name}, and is written while that is in use. Give it "
+                    "memory of its own."
+                )
 
 
 def is_cupy(array: Any) -> bool:

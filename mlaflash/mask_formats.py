@@ -376,7 +376,7 @@ def _tail(sees: Any, b: int) -> Any:
 
 def check_bitorder(bitorder: Any) -> None:
     """Refuse an order of bits that is not one of two."""
-    if bitorder not in ("little", "big"):
+    if not isinstance(bitorder, str) or bitorder not in ("little", "big"):
         raise InvalidArgumentError(
             f"bitorder is {bitorder!r}; it must be 'little', which FlashInfer's kernels read, or 'big', the default of"
             " numpy.packbits and flashinfer.packbits."
@@ -385,7 +385,7 @@ def check_bitorder(bitorder: Any) -> None:
 
 def check_mode(mode: Any, prefix_lens: Any) -> None:
     """Refuse a mode that SGLang does not have, or that does not go with the lengths of prefixes."""
-    if mode not in SGLANG_MODES:
+    if not isinstance(mode, str) or mode not in SGLANG_MODES:
         raise InvalidArgumentError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, SGLANG_MODES))}.")
     if mode == "full" and prefix_lens is None:
         raise InvalidArgumentError(

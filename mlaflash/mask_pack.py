@@ -15,7 +15,7 @@ from mlaflash import jit
 from mlaflash.checks import integer
 from mlaflash.device import Device, current_ordinal, on_device
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
-from mlaflash.interop import ArrayView, as_cupy, device_view, ordinal_of
+from mlaflash.interop import ArrayView, as_cupy, device_view, ordinal_of, require_apart
 from mlaflash.mask_formats import words_per_row
 from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
@@ -297,7 +297,7 @@ def _source(view: View, source: MaskSource, requests: _Requests, arrays: dict[st
 def _shard(view: View, shard: Shard, requests: _Requests, arrays: dict[str, ArrayView]) -> dict[str, Any]:
     """Check the arrays of a shard, and add them to `arrays`."""
     sharding, batch = shard.sharding, requests.batch
-    fields: dict[str, Any] = {"num_ranks": sharding.num_ranks, "rank": check_rank(sharding, shard.rank)}
+    fields: dict[str, Any] = {"rank": check_rank(sharding, shard.rank), "num_ranks": sharding.num_ranks}
     if "tail_lens" in arrays:
         raise InvalidArgumentError(
             "the MaskSource has tail_lens, and the KV is spread over ranks, where they follow from kv_lens. Leave them "
@@ -372,6 +372,7 @@ def pack_mask(
     with on_device(current_ordinal() if ordinal is None else ordinal):
         here = current_ordinal()
         work_stream = as_stream(stream, first, here)
+        is_given = words is not None
         if words is None:
             shape = integer("num_tokens", num_tokens, 0), words_per_row(integer("max_q", max_q, 0))
             memory = memory_for(first, work_stream, here, is_current=stream is None)
@@ -379,6 +380,8 @@ def pack_mask(
                 words = memory.empty(shape, "uint32")
         view = functools.partial(device_view, stream=work_stream)
         packing = build(view, source, words, num_tokens, max_q, qo_indptr=qo_indptr)
+        if is_given:
+            require_apart([packing.words], packing.arrays.values())
         if not packing.is_empty:
             step = packing.launch
             kernel = jit.load(step.kernel, step.defines, Device.current(), step.shared_bytes, stream=work_stream)

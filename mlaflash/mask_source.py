@@ -55,7 +55,7 @@ class MaskSource:
         -------
         MaskSource
         """
-        return cls("words", _given(words=words, tail_lens=tail_lens))
+        return cls("words", {"words": words} | _given(tail_lens=tail_lens))
 
     @classmethod
     def from_dense(cls, dense: Any) -> MaskSource:
@@ -131,7 +131,7 @@ class MaskSource:
         MaskSource
         """
         check_bitorder(bitorder)
-        arrays = _given(packed=packed, kv_lens=kv_lens, mask_indptr=mask_indptr)
+        arrays = {"packed": packed, "kv_lens": kv_lens} | _given(mask_indptr=mask_indptr)
         return cls("bits", arrays, is_big=bitorder == "big")
 
     @classmethod
@@ -167,7 +167,7 @@ class MaskSource:
                     f'mask_indptr was given with mode "{mode}", which has a row for each token; leave it out.'
                 )
             return cls("items", {"mask": mask})
-        return cls("ragged", _given(mask=mask, prefix_lens=prefix_lens, mask_indptr=mask_indptr))
+        return cls("ragged", {"mask": mask} | _given(prefix_lens=prefix_lens, mask_indptr=mask_indptr))
 
 
 def _given(**arrays: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlaflash.checks import integer
-from mlaflash.errors import InvalidArgumentError, ShapeError
+from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.mask_formats import (
     Bools,
     ancestors,
@@ -37,6 +37,8 @@ from mlaflash.mask_formats import (
     words_to_flashinfer,
     words_to_sglang,
 )
+
+_MOST_TOKENS = 2**15  # of a draft: a bool for each two of them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,9 +290,12 @@ class TreeMask:
         lens = integers("q_lens", q_lens)
         if lens.ndim > 1:
             raise ShapeError(f"q_lens has shape {lens.shape}; it must be one integer, or one for each request.")
-        return cls.from_dense(
-            [np.tri(integer(f"q_lens[{b}]", q_len, 0), dtype=np.bool_) for b, q_len in enumerate(lens.ravel())]
-        )
+        sizes = [integer(f"q_lens[{b}]", q_len, 0) for b, q_len in enumerate(lens.ravel())]
+        if max(sizes, default=0) > _MOST_TOKENS:
+            raise UnsupportedError(
+                f"q_lens holds {max(sizes)}; the matrix of a draft is made up to {_MOST_TOKENS} tokens."
+            )
+        return cls.from_dense([np.tri(size, dtype=np.bool_) for size in sizes])
 
     def to_dense(self, qo_indptr: Any = None) -> list[Bools]:
         """Unpack into one square matrix for each request, on the host.

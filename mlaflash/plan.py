@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mlaflash import cost, mask_pack
 from mlaflash.attention import Export, output_views
-from mlaflash.checks import choice, finite, integer, is_number
+from mlaflash.checks import choice, finite, flag, integer, is_number
 from mlaflash.device import Device
 from mlaflash.errors import BusyError, InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, dtype_name, to_host
@@ -22,7 +22,16 @@ from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaKernelConfig, feature_defines
 from mlaflash.params import DL, FP8_CODES, MASK_CODES, new_params, numpy_dtype
-from mlaflash.problem import Problem, check_pages, element_type, kv_element_type, kv_scale_view, soft_cap, vector
+from mlaflash.problem import (
+    MAX_KV_LEN,
+    Problem,
+    check_pages,
+    element_type,
+    kv_element_type,
+    kv_scale_view,
+    soft_cap,
+    vector,
+)
 from mlaflash.reuse import Recent, Reusable, Signature
 from mlaflash.schedule import (
     FP8_KERNELS,
@@ -41,6 +50,7 @@ MAX_WORK_BLOCKS: Final = 1024
 """Most blocks of a planned kernel."""
 
 _PLAN_THREADS = 512
+_MOST = 2**31 - 1
 _PLAN_SHARED = 128
 _COMBINE_THREADS = 512
 _COMBINE_SHARED = 16 * (32 * 16 + 4)
@@ -270,6 +280,13 @@ def check_capacity(
         "max_kv_len": integer("max_kv_len", max_kv_len, 1),
         "page_size": integer("page_size", page_size, 1),
     }
+    given = {"max_tokens": max_tokens, "max_ids": max_ids}
+    optional = {name: integer(name, value, 1) for name, value in given.items() if value is not None}
+    for name, size in (sizes | optional).items():
+        if size > _MOST:
+            raise UnsupportedError(f"{name} is {size}; the kernels count in 32 bits, up to {_MOST}.")
+    if sizes["max_kv_len"] > MAX_KV_LEN:
+        raise UnsupportedError(f"max_kv_len is {max_kv_len}; a request has at most {MAX_KV_LEN} tokens.")
     tokens = sizes["max_batch"] * sizes["max_q_len"]
     table_width = -(-sizes["max_kv_len"] // sizes["page_size"])
     dtype = element_type("q_dtype", q_dtype)
@@ -285,7 +302,7 @@ def check_capacity(
         )
     if kv_name == "fp8_ds_mla" and split_kv:
         raise UnsupportedError("split_kv is set and kv_dtype 'fp8_ds_mla', whose rows are one array. Leave it out.")
-    if mask not in MASK_CODES:
+    if not isinstance(mask, str) or mask not in MASK_CODES:
         raise InvalidArgumentError(
             f"mask is {mask!r}; a plan is made for one of {', '.join(map(repr, MASK_CODES))}, and update() takes the "
             "tree itself."
@@ -297,8 +314,8 @@ def check_capacity(
         raise InvalidArgumentError(f"id_dtype is {id_dtype!r}; allowed are int32 and int64.")
     return Capacity(
         **sizes,
-        max_tokens=tokens if max_tokens is None else integer("max_tokens", max_tokens, 1),
-        max_ids=sizes["max_batch"] * table_width if max_ids is None else integer("max_ids", max_ids, 1),
+        max_tokens=optional.get("max_tokens", tokens),
+        max_ids=optional.get("max_ids", sizes["max_batch"] * table_width),
         sm_scale=finite("sm_scale", sm_scale),
         logit_cap=soft_cap(logit_cap),
         dtype=dtype,
@@ -306,10 +323,10 @@ def check_capacity(
         out_dtype=dtype if out_dtype is None else element_type("out_dtype", out_dtype),
         id_dtype=id_name,
         mask=mask,
-        block_table=bool(block_table),
-        new_kv=bool(new_kv),
-        split_kv=bool(split_kv),
-        copy_ids=bool(copy_ids),
+        block_table=flag("block_table", block_table),
+        new_kv=flag("new_kv", new_kv),
+        split_kv=flag("split_kv", split_kv),
+        copy_ids=flag("copy_ids", copy_ids),
         lse_base=choice("lse_base", lse_base, ("e", "2")),
     )
 
@@ -575,7 +592,7 @@ class VerifyPlan:
                     )
                 tails = vector(backend.view, "tail_lens", tail_lens, ("int32",), batch)
             kv_ptrs, ids = self._ids(batch, kv_indptr, kv_indices, block_table)
-            if validate:
+            if flag("validate", validate):
                 self._validate(lens, indptr, q_len, kv_ptrs, ids)
             # The mask first, which may be refused: then the last update is still in force.
             self._take_mask(mask, qo_indptr, q_len, batch, tail_lens, stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from mlaflash.masks import TreeMask
 from mlaflash.params import DL, DR, DS_MLA_BYTES, DS_MLA_ROPE, DTYPE_CODES, FP8_CODES, MASK_CODES, D
 
 View = Callable[[str, Any], ArrayView]
+
+MAX_KV_LEN: Final = 2**31 - 256
+"""Most tokens of a request: the kernels round lengths up to whole tiles in 32 bits."""
 
 _IDS = ("int32", "int64")
 _Q_SHAPES = (3, 4), "(T, H, 576) or (B, S, H, 576)"
@@ -166,6 +169,16 @@ class Problem:
     def out_shape(self) -> tuple[int, ...]:
         """Shape of out; lse has all axes but the last."""
         return (*self.q.shape, DL)
+
+    @property
+    def inputs(self) -> list[ArrayView]:
+        """Every array that a kernel may read."""
+        found = [self.kv_lens, self.kv_indptr, self.page_ids, self.qo_indptr, self.tail_lens, self.mask_words]
+        found.append(self.kv_scale)
+        for rows in (self.q, self.kv, self.new_kv):
+            if rows is not None:
+                found += [rows.latent] if rows.fused else [rows.latent, rows.rope]
+        return [view for view in found if view is not None]
 
     @property
     def rope_offsets(self) -> dict[str, int]:
@@ -808,9 +821,8 @@ def soft_cap(value: Any) -> float:
 
 
 def _bound(max_kv_len: int | None, ids_bound: int) -> int:
-    if max_kv_len is None:
-        return ids_bound
-    return min(integer("max_kv_len", max_kv_len, 0), ids_bound)
+    bound = min(ids_bound, MAX_KV_LEN)
+    return bound if max_kv_len is None else min(integer("max_kv_len", max_kv_len, 0), bound)
 
 
 def _out_dtype(value: Any, q_dtype: str) -> str:

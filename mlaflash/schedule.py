@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mlaflash import combine, cost, tuned
+from mlaflash.checks import flag
 from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError, UnsupportedError
 from mlaflash.interop import ArrayView
@@ -148,7 +149,7 @@ def plan(
         The configuration does not fit the device.
     """
     check_fp8(problem.kv_dtype, device)
-    if deterministic:
+    if flag("deterministic", deterministic):
         return _plan_deterministic(problem, device, kernel, tiles)
     config = _choose(kernel, tiles, problem, device)
     _check_kernel(config.kernel, problem)
@@ -245,8 +246,8 @@ def _check_kernel(kernel: str, problem: Problem) -> None:
 
 
 def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, device: Device) -> KernelConfig:
-    name = kernel if kernel != "auto" else None
-    if name is not None and name not in KERNELS:
+    name = None if isinstance(kernel, str) and kernel == "auto" else kernel
+    if name is not None and not (isinstance(name, str) and name in KERNELS):
         raise UnsupportedError(f"kernel is {name!r}; allowed are {', '.join(KERNELS)}, or None to have it chosen.")
     if tiles is not None:
         if not isinstance(tiles, KernelConfig) or name not in (None, tiles.kernel):
@@ -403,7 +404,8 @@ def _plan_deterministic(problem: Problem, device: Device, kernel: str | None, ti
             f"deterministic is set and kv_cache is {problem.kv_dtype}; no kernel does that. Leave deterministic out."
         )
     config = deterministic_config(problem.dtype)
-    if kernel not in (None, "auto", config.kernel) or tiles not in (None, config):
+    is_its_kernel = kernel is None or (isinstance(kernel, str) and kernel in ("auto", config.kernel))
+    if not is_its_kernel or not (tiles is None or (isinstance(tiles, KernelConfig) and tiles == config)):
         raise InvalidArgumentError(
             f"kernel is {kernel!r}, tiles {tiles!r} and deterministic is set; {problem.dtype} rows then come from "
             f"{config.kernel} with {config} alone, so that they are the same in every call. Leave kernel and tiles out."

@@ -137,8 +137,15 @@ def shard_lens(kv_lens: Any, sharding: Sharding, rank: int) -> Any:
     ------
     InvalidArgumentError
         There is no such rank.
+    ShapeError
+        Rank or element type of `kv_lens`.
     """
     rank = check_rank(sharding, rank)
+    dtype = str(getattr(kv_lens, "dtype", None)).rpartition(".")[2]
+    if dtype not in ("int32", "int64") or len(kv_lens.shape) != 1:
+        raise ShapeError(
+            f"kv_lens is {dtype} {tuple(getattr(kv_lens, 'shape', ()))}; it must be int32 or int64, (requests,)."
+        )
     if isinstance(sharding, Interleaved):
         interleave, cycle = sharding.interleave, sharding.num_ranks * sharding.interleave
         return kv_lens // cycle * interleave + (kv_lens % cycle - rank * interleave).clip(0, interleave)

@@ -214,7 +214,8 @@ def _tree(
             f"the tree is given by {', '.join(given)}; pass parents, or both next_token and next_sibling, or nothing"
             " for a chain."
         )
-    arrays = {"draft": draft, **{name: array for name, array in others.items() if array is not None}, **given}
+    optional = {name: array for name, array in others.items() if name != "draft_probs" or array is not None}
+    arrays = {"draft": draft, **optional, **given}
     modules = {name: module_of(array) for name, array in arrays.items()}
     if len(set(modules.values())) > 1 or modules["draft"] not in ("numpy", "cupy"):
         raise ShapeError(f"the arrays come from {modules}; all must be NumPy arrays or all CuPy arrays: convert them.")
@@ -222,7 +223,7 @@ def _tree(
         raise ShapeError(f"draft has shape {draft.shape}; it must be (B, S) with a root for each request.")
     for name, array in arrays.items():
         is_integer = name in ("draft", "target", *given)
-        shape = (*draft.shape, others["target_probs"].shape[-1]) if name.endswith("probs") else draft.shape
+        shape = (*draft.shape, *others["target_probs"].shape[-1:]) if name.endswith("probs") else draft.shape
         fits = array.dtype.kind in "iu" if is_integer else array.dtype.name in _FLOATS
         if array.shape != shape or not fits or 0 in shape[2:]:
             wanted = "integers" if is_integer else ", ".join(_FLOATS)

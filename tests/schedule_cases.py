@@ -162,6 +162,9 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
         "e4m3, two tiles a step": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, step_tiles=2), splits=1),
         "e4m3, two row tiles": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, row_tiles=2), splits=1),
         "e4m3 plan": lambda: planned(replace(PLANNED, kv_dtype="float8_e4m3", new_kv=True), NARROW_E4M3, 1),
+        "e4m3, several tiles of new rows": lambda: verify(
+            replace(FP8, q_lens=(70,), kv_lens=(90,), heads=1), NARROW_E4M3, splits=1
+        ),
         "ds_mla": lambda: verify(DS_MLA, NARROW_DS_MLA, splits=1),
         "ds_mla lists": lambda: verify(replace(LISTS, kv_dtype="fp8_ds_mla"), NARROW_DS_MLA, splits=1),
     },
@@ -210,11 +213,13 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
 
 
 @contextmanager
-def taken_from(kernel: str, path: Path) -> Iterator[None]:
-    """Let the emulator take a kernel from another file."""
+def taken_from(kernel: str, path: Path | str, lane_races: bool) -> Iterator[None]:
+    """Let the emulator take a kernel from another file, and look for races among the lanes of its warps."""
 
-    def run_other(name: Any, *arguments: Any, **how: Any) -> Any:
-        return run_kernel(path if name == kernel else name, *arguments, **how)
+    def run_other(name: Any, defines: dict[str, int], *arguments: Any, **how: Any) -> Any:
+        if name == kernel:
+            name, defines = path, defines | ({"LANE_RACES": 1} if lane_races else {})
+        return run_kernel(name, defines, *arguments, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (emulated_plan, emulated_verify, emulated_kv, emulated_mask, emulated_distributed):

@@ -336,3 +336,27 @@ def test_a_damaged_library_of_the_emulator_is_compiled_again(folder: Path, monke
     monkeypatch.setattr(build, "_libraries", {})
     load_library("transpose", defines)
     assert payload.read_bytes() == whole
+
+
+def test_no_other_library_of_the_emulator_is_taken_for_the_one_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlaflash.emulator import build
+
+    asked, other = ({"Q_DTYPE": 0, "OUT_DTYPE": 0, "PARTIAL_DTYPE": 0, "KV_DTYPE": kv_dtype} for kv_dtype in (0, 1))
+    for defines in (asked, other):
+        monkeypatch.setattr(build, "_libraries", {})
+        load_library("transpose", defines)
+    mine, others = (
+        next(path for path in folder.glob("*.so") if f"kv_dtype{defines['KV_DTYPE']}" in path.name)
+        for defines in (asked, other)
+    )
+    # New files: this process still runs the old ones. All agrees, but it is another kernel.
+    record, whole = json.loads(Path(f"{others}.json").read_text()), mine.read_bytes()
+    mine.unlink()
+    mine.write_bytes(others.read_bytes())
+    Path(f"{mine}.json").write_text(json.dumps(record | {"key": mine.name.removesuffix(".so")}))
+    assert CubinCache(folder, suffix=".so").get(mine.name.removesuffix(".so")) is not None
+    monkeypatch.setattr(build, "_libraries", {})
+    load_library("transpose", asked)
+    assert mine.read_bytes() == whole

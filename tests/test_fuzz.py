@@ -59,7 +59,7 @@ def test_a_trial_is_made_of_its_seed_and_number() -> None:
         np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
-@pytest.mark.parametrize("kind", ["verify", "sparse"])
+@pytest.mark.parametrize("kind", ["verify", "sparse", "shard"])
 def test_a_wrong_number_is_a_finding(kind: str) -> None:
     place = fuzz.Place("emulator")
 

@@ -1,5 +1,6 @@
 """`VerifyPlan` on the emulator: results against the oracle, the schedule for any lengths, refusals, barriers."""
 
+import itertools
 import re
 import shutil
 from collections import Counter, defaultdict
@@ -18,7 +19,7 @@ from verify_cases import CASES, SCALE, assert_same
 
 from mlaflash import Device, MaskSource, TreeMask, merge_states
 from mlaflash.emulator import VerifyPlan, mla_verify, run_kernel
-from mlaflash.emulator.plan import EmulatorBackend
+from mlaflash.emulator.plan import EmulatorBackend, pieces
 from mlaflash.errors import EmulatorError, InvalidArgumentError, ShapeError, TileError, UnsupportedError
 from mlaflash.jit import compile_kernel, sources
 from mlaflash.lab.inputs import Case, build
@@ -38,6 +39,7 @@ from mlaflash.lab.plan_inputs import (
 )
 from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, MmaNarrowConfig
 from mlaflash.plan import check_capacity, choose_work, plan_launch, run_launches
+from mlaflash.problem import MAX_KV_LEN
 from mlaflash.tiles import TileConfig
 
 BASE = Case(name="plan", q_lens=(3, 0, 9, 2), kv_lens=(301, 5, 470, 0), heads=8, sm_scale=SCALE, page_size=16)
@@ -116,6 +118,36 @@ def test_e10_kv_indptr_of_either_width(width: Any) -> None:
 def test_any_number_of_blocks(num_sms: int, tiles: Any) -> None:
     plan = check(replace(BASE, q_lens=(2, 7, 1), kv_lens=(600, 90, 333), mask="tree"), 5, num_sms=num_sms, tiles=tiles)
     assert plan.work.blocks >= num_sms - num_sms % plan.work.row_tiles
+
+
+@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize(
+    "lens",
+    [[MAX_KV_LEN], [MAX_KV_LEN] * 300, [0, 1, MAX_KV_LEN, 0, 5] * 20, [1] * 600],
+    ids=lambda lens: str(len(lens)),
+)
+def test_every_tile_of_the_longest_requests_is_in_one_piece(lens: list[int], heads: int) -> None:
+    """Their sums do not fit 32 bits."""
+    capacity = check_capacity(
+        num_heads=heads, max_batch=len(lens), max_q_len=16, max_kv_len=MAX_KV_LEN, sm_scale=0.1, mask="none", max_ids=1
+    )
+    work = choose_work(capacity, Device.for_arch("sm_90"), NARROW)
+    found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    blocks = pieces(capacity, work, lens)
+    for piece in itertools.chain(*blocks):
+        found[piece.request, piece.row_tile].append((piece.begin, piece.end))
+    assert len(found) == len(lens) * work.row_tiles
+    for (request, _), runs in found.items():
+        ends = [0, *(end for _, end in sorted(runs))]
+        assert [begin for begin, _ in sorted(runs)] == ends[:-1]
+        assert ends[-1] == -(-lens[request] // 16)
+    tiles = [sum(piece.end - piece.begin for piece in block) for block in blocks]
+    assert max(tiles) <= 1.1 * sum(tiles) / len(tiles) + work.start_tiles
+
+
+def test_a_longer_request_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=f"max_kv_len is 2147483647; a request has at most {MAX_KV_LEN} tokens"):
+        VerifyPlan(num_heads=8, max_batch=1, max_q_len=1, max_kv_len=2**31 - 1, sm_scale=0.1)
 
 
 @pytest.mark.parametrize("kv_len", [0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257])

@@ -21,6 +21,12 @@ OUT_OF_LINE void land(Block& block, u32 dst, u64 src, u32 bytes, u32 size, Epoch
   memset(block.shared + dst + bytes, 0, size - bytes);
   u32* shadow = shadow_of(block, dst);
   for (u32 i = 0; i < size / 4; ++i) shadow[i] = epoch;
+  if (!LANE_RACES) return;
+  // A copy that its thread has waited for is that lane's; one that an mbarrier tracks is nobody's.
+  const bool is_own = epoch % AGENTS < block.num_warps;
+  const Warp& warp = block.warps[is_own ? epoch % AGENTS : 0];
+  const u32 writer = is_own ? warp.segment << 6 | current_thread() % WARP : 0;
+  for (u32 i = 0; i < size / 4; ++i) block.lanes[dst / 4 + i] = {writer, 0};
 }
 
 // What lands now on behalf of an mbarrier is ordered before the completion of its current phase.

@@ -66,6 +66,7 @@ OUT_OF_LINE void barrier(Op op, u32 id, u32 threads, Site site) {
     // This lane's own site stands for the warp's in a deadlock report.
     block.sites[warp.index * WARP] = site;
     arrive_on_barrier(block, warp, id, threads, true, site);
+    order_lanes(block, warp);
   }
   reschedule(block, site);
 }
@@ -150,6 +151,21 @@ OUT_OF_LINE void count_arrival(Block& block, Mbarrier& mbarrier, u32 thread, Sit
   complete_phase_if_due(block, mbarrier);
 }
 
+// LANE_RACES: a lane stands for what the others did before the last point that orders them, and for no more, unless
+// all of them arrive.
+OUT_OF_LINE void release_lane(Warp& warp, Mbarrier& mbarrier) {
+  if (!LANE_RACES) return release(warp, mbarrier.open);
+  u32& arrived = mbarrier.arrived[warp.index];
+  if (mbarrier.arrived_segment[warp.index] != warp.segment) arrived = 0;
+  mbarrier.arrived_segment[warp.index] = warp.segment;
+  arrived |= lane_bit(current_thread());
+  Clock seen = warp.seen;
+  if (arrived != warp.alive) seen.at[warp.index] = warp.segment_clock;
+  mbarrier.open.join(seen);
+  if (warp.clock < MAX_CLOCK) warp.seen.at[warp.index] = ++warp.clock;
+  warp.epoch = make_epoch(warp.clock, warp.index);
+}
+
 OUT_OF_LINE void mbarrier_arrival(u32 address, u32 expected_bytes, Site site) {
   Block& block = current_block();
   Warp& warp = current_warp(block);
@@ -159,7 +175,7 @@ OUT_OF_LINE void mbarrier_arrival(u32 address, u32 expected_bytes, Site site) {
     FAULT(site, "barrier", "%lld pending bytes on the mbarrier at shared + %u; allowed are 2^20 - 1", mbarrier.tx,
           mbarrier.offset);
   }
-  release(warp, mbarrier.open);
+  release_lane(warp, mbarrier);
   count_arrival(block, mbarrier, current_thread(), site);
   yield_sometimes(block, site);
 }

@@ -199,6 +199,8 @@ OUT_OF_LINE void start_block(Block& block, u8* reservation, u64 index) {
   memset(block.array_counters, 0, launch.num_arrays * sizeof(ArrayCounters));
   memset(block.shared, 0xff, block.shared_bytes);
   memset(block.shadow, 0, (u64)(block.shared_bytes + 15) / 16 * block.shadow_stride * sizeof(u32));
+  if (LANE_RACES) memset(block.lanes, 0, (u64)(block.shared_bytes / 4 + 4) * sizeof(LaneAccess));
+  block.segments = block.num_warps;
   for (u32 i = 0; i < block.num_warps; ++i) {
     Warp& warp = block.warps[i];
     memset(&warp, 0, sizeof(warp));
@@ -206,6 +208,7 @@ OUT_OF_LINE void start_block(Block& block, u8* reservation, u64 index) {
     warp.ready = warp.alive = FULL_WARP;
     warp.clock = warp.seen.at[i] = 1;
     warp.epoch = warp.trusted = make_epoch(1, i);
+    warp.segment = i + 1;
   }
   for (u32 t = 0; t < block.num_threads; ++t) {
     u8* stack = reservation + t * STACK_BYTES;
@@ -271,11 +274,12 @@ OUT_OF_LINE int run_worker(Launch* launch, u64 max_threads, u64 params_bytes, vo
   block.shadow_stride = 4 * (1 + block.num_warps);
   block.shared = (u8*)malloc(block.shared_bytes + 16);
   block.shadow = (u32*)malloc(((u64)block.shared_bytes / 16 + 1) * block.shadow_stride * sizeof(u32));
+  block.lanes = LANE_RACES ? (LaneAccess*)malloc((u64)(block.shared_bytes / 4 + 4) * sizeof(LaneAccess)) : nullptr;
   block.array_counters = (ArrayCounters*)calloc(launch->num_arrays + 1, sizeof(ArrayCounters));
   static const Segment NOWHERE = {0, 0, 0};
   for (u32 i = 0; i < SEGMENT_CACHE; ++i) block.segment_cache[i] = &NOWHERE;
   int status = NO_MEMORY;
-  if (block.shared && block.shadow && block.array_counters) {
+  if (block.shared && block.shadow && block.array_counters && (block.lanes || !LANE_RACES)) {
     const u64 blocks = launch->grid[0] * launch->grid[1] * launch->grid[2];
     for (;;) {
       const u64 index = __atomic_fetch_add(&launch->next_block, 1, __ATOMIC_RELAXED);
@@ -289,6 +293,7 @@ OUT_OF_LINE int run_worker(Launch* launch, u64 max_threads, u64 params_bytes, vo
   free(block.atomic_words);
   free(block.events);
   free(block.array_counters);
+  free(block.lanes);
   free(block.shadow);
   free(block.shared);
   release_stacks(reservation);

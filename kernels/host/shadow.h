@@ -1,8 +1,10 @@
 // Shared memory: bounds, alignment, poison and races.
 //
 // A race is an access that no barrier orders after an earlier access of another warp to the same word, one of the two
-// a write, whatever order this schedule happened to take. Lanes of one warp share a clock: a missing warp_sync is not
-// seen.
+// a write, whatever order this schedule happened to take. Lanes of one warp share a clock. A build with LANE_RACES also
+// holds the lanes of a warp against each other: what one writes, and another reads or writes, needs a warp_sync or a
+// barrier of the whole warp in between, and a lane that arrives on an mbarrier stands for the others' accesses only up
+// to the last of those. Shuffles, votes and matrix instructions order nothing.
 #pragma once
 #include "fault.h"
 
@@ -116,8 +118,37 @@ INLINE bool is_read_unordered(const Block& block, const u32* reads, const Clock&
   return later;
 }
 
+[[noreturn]] [[maybe_unused]] static __attribute__((noinline, cold)) void report_lanes(u32 offset, bool is_write,
+                                                                                       const char* did, u32 lane,
+                                                                                       Site site) {
+  char who[32];
+  if (lane == SEVERAL_LANES)
+    snprintf(who, sizeof(who), "other lanes");
+  else
+    snprintf(who, sizeof(who), "lane %u", lane);
+  FAULT(site, "race", "%s of shared + %u, which %s of the warp %s with no warp_sync between the two",
+        is_write ? "write" : "read", offset, who, did);
+}
+
+// LANE_RACES: holds an access of a lane, or of several at once, against those of the others in its segment.
+INLINE void check_lanes(Block& block, const Warp& warp, u32 offset, u32 words, bool is_write, u32 lane, Site site) {
+  if (!LANE_RACES) return;
+  for (u32 i = 0; i < words; ++i) {
+    LaneAccess& access = block.lanes[offset / 4 + i];
+    const u32 own = warp.segment << 6 | lane;
+    const bool is_written = access.writer >> 6 == warp.segment, is_read = access.reader >> 6 == warp.segment;
+    if (is_written && access.writer != own) report_lanes(offset + 4 * i, is_write, "wrote", access.writer & 63, site);
+    if (is_write && is_read && access.reader != own)
+      report_lanes(offset + 4 * i, is_write, "read", access.reader & 63, site);
+    if (is_write)
+      access = {own, 0};
+    else
+      access.reader = is_read && access.reader != own ? warp.segment << 6 | SEVERAL_LANES : own;
+  }
+}
+
 template <u32 BYTES>
-OUT_OF_LINE const u8* shared_read(u32 address, Site site) {
+OUT_OF_LINE const u8* shared_read(u32 address, Site site, u32 lane = current_thread() % WARP) {
   Block& block = current_block();
   Warp& warp = current_warp(block);
   const u32 offset = checked_offset<BYTES>(block, address, "read", site);
@@ -127,6 +158,7 @@ OUT_OF_LINE const u8* shared_read(u32 address, Site site) {
       if (shadow[i] != warp.trusted) check_writer(block, warp, shadow[i], offset + 4 * i, false, site);
     }
   }
+  check_lanes(block, warp, offset, BYTES / 4, false, lane, site);
   u32* reads = shadow + 4 + 4 * warp.index;
   for (u32 i = 0; i < BYTES / 4; ++i) reads[i] = warp.clock;
   return block.shared + offset;
@@ -141,6 +173,7 @@ INLINE void stamp_write(Block& block, Warp& warp, u32 offset, Epoch epoch, Site 
       if (shadow[i] != warp.trusted) check_writer(block, warp, shadow[i], offset + 4 * i, true, site);
     }
   }
+  check_lanes(block, warp, offset, BYTES / 4, true, current_thread() % WARP, site);
   if (is_read_unordered<BYTES>(block, shadow + 4, warp.seen)) {
     for (u32 k = 0; k < block.num_warps; ++k) {
       for (u32 i = 0; i < BYTES / 4; ++i) {

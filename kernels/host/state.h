@@ -10,6 +10,12 @@ namespace emulator {
 
 constexpr u32 MAX_WARPS = MAX_THREADS / WARP;
 constexpr u32 FULL_WARP = 0xffffffffu;
+// Whether races among the lanes of a warp are looked for too: a build of its own, because each access then costs more.
+#ifdef MLAFLASH_LANE_RACES
+constexpr bool LANE_RACES = MLAFLASH_LANE_RACES;
+#else
+constexpr bool LANE_RACES = false;
+#endif
 constexpr u32 MAX_MBARRIERS = 128;
 constexpr u32 NAMED_BARRIERS = 16;
 // Offset of the dynamic shared memory in the window. Not 0, as on a GPU, so that a forgotten shared_base() is seen.
@@ -130,13 +136,21 @@ INLINE const char* op_name(Op op) {
   return NAMES[(u32)op];
 }
 
+// LANE_RACES: who of a warp wrote a word last, and who read it, as segment << 6 | lane. 0 is nobody.
+struct LaneAccess {
+  u32 writer, reader;
+};
+constexpr u32 SEVERAL_LANES = WARP;
+
 struct Warp {
   u32 index;
-  u32 ready;    // lanes that may run; the running lane is not among them
-  u32 alive;    // lanes that have not returned
-  u32 arrived;  // lanes at the open collective
-  u32 trying;   // lanes inside mbarrier_try_wait
-  Op op;        // the open collective and its immediate operands
+  u32 segment;        // LANE_RACES: number of what lies between two points that order the warp's lanes
+  u32 segment_clock;  // and the warp's clock before it
+  u32 ready;          // lanes that may run; the running lane is not among them
+  u32 alive;          // lanes that have not returned
+  u32 arrived;        // lanes at the open collective
+  u32 trying;         // lanes inside mbarrier_try_wait
+  Op op;              // the open collective and its immediate operands
   u64 op_key;
   u32 clock;      // own component of `seen`
   Epoch epoch;    // what this warp's writes are stamped with
@@ -162,8 +176,9 @@ struct Mbarrier {
   u32 agent;           // AGENTS: no asynchronous copy has completed here yet
   Epoch init_epoch;
   u32 waiting[MAX_WARPS];
-  Clock open;  // arrivals of the phase that is not complete
-  Clock done;  // arrivals of every completed phase
+  u32 arrived[MAX_WARPS], arrived_segment[MAX_WARPS];  // LANE_RACES: lanes, in that segment
+  Clock open;                                          // arrivals of the phase that is not complete
+  Clock done;                                          // arrivals of every completed phase
 };
 
 // A cp.async that its thread has not waited for.
@@ -227,6 +242,8 @@ struct Block {
   u32 shared_bytes;
   u32* shadow;
   u32 shadow_stride;
+  LaneAccess* lanes;  // LANE_RACES: of each word
+  u32 segments;
   u32 num_agents;
   AtomicWord* atomic_words;
   u32 num_atomic_words, atomic_capacity;
@@ -265,6 +282,15 @@ OUT_OF_LINE void release(Warp& warp, Clock& to) {
   warp.epoch = make_epoch(warp.clock, warp.index);
 }
 OUT_OF_LINE void acquire(Warp& warp, const Clock& from) { warp.seen.join(from); }
+
+// LANE_RACES: all lanes of the warp have come here, and what they did is ordered before what any of them does next.
+INLINE void order_lanes(Block& block, Warp& warp) {
+  if (!LANE_RACES) return;
+  warp.segment = ++block.segments;
+  warp.segment_clock = warp.clock;
+  if (warp.clock < MAX_CLOCK) warp.seen.at[warp.index] = ++warp.clock;
+  warp.epoch = make_epoch(warp.clock, warp.index);
+}
 
 INLINE u64 mix(u64 x) {  // finalizer of splitmix64
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;

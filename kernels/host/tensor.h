@@ -36,7 +36,7 @@ OUT_OF_LINE void load_matrices(bool transposed, u32* registers, u32 address, Sit
       u16 rows[8][8];
       for (u32 i = 0; i < 8; ++i) {
         addresses[i] = lanes[matrix * 8 + i]->address;
-        memcpy(rows[i], shared_read<16>(addresses[i], site), 16);
+        memcpy(rows[i], shared_read<16>(addresses[i], site, SEVERAL_LANES), 16);
       }
       ++block.counters.ldmatrix_phases;
       block.counters.ldmatrix_extra_wavefronts += extra_wavefronts(addresses);

@@ -47,7 +47,8 @@ INLINE void collective(Op op, u64 key, Arguments& arguments, Site site, Compute 
 
 OUT_OF_LINE void sync_lanes(Site site) {
   char nothing = 0;
-  collective(Op::WARP_SYNC, 0, nothing, site, [](Block&, char* const*) {});
+  collective(Op::WARP_SYNC, 0, nothing, site,
+             [](Block& block, char* const*) { order_lanes(block, current_warp(block)); });
 }
 
 struct Shuffled {

@@ -14,7 +14,7 @@ from mlaflash import jit
 from mlaflash.checks import choice, integer
 from mlaflash.device import Device, current_ordinal, on_device
 from mlaflash.errors import InvalidArgumentError, ShapeError
-from mlaflash.interop import ArrayView, device_view, ordinal_of
+from mlaflash.interop import ArrayView, device_view, ordinal_of, require_apart
 from mlaflash.params import DL, DTYPE_CODES
 from mlaflash.problem import View, element_type
 from mlaflash.schedule import Launch
@@ -53,6 +53,19 @@ class Merge:
     def is_empty(self) -> bool:
         """Whether there is no row, and so nothing to launch."""
         return 0 in self.arrays["out"].shape
+
+    def check_memory(self) -> None:
+        """Refuse results that share memory with what they are made of; one part may become the result.
+
+        Raises
+        ------
+        ShapeError
+            Naming the two arrays.
+        """
+        parts, factors, out, lse = (self.arrays[name] for name in ("outs", "lses", "out", "lse"))
+        # A thread reads what its elements are made of before it writes them.
+        in_place = (parts.ptr, parts.shape, parts.strides, parts.dtype) == (out.ptr, out.shape, out.strides, out.dtype)
+        require_apart((out, lse), [factors] if in_place else [parts, factors])
 
 
 def merge_launch(partial_dtype: str, out_dtype: str, rows: int = 1) -> Launch:
@@ -240,6 +253,8 @@ def _merge(outs: Any, lses: Any, out: Any, lse: Any, lse_base: str, part: int | 
             if lse is None:
                 lse = memory.empty(parts.shape[-3:-1], "float32")
             step = build(view, outs, lses, out, lse, lse_base, part)
+            if not all(exports):
+                step.check_memory()
             if not step.is_empty:
                 launch = step.launch
                 kernel = jit.load(launch.kernel, launch.defines, Device.current(), 0, stream=work_stream)

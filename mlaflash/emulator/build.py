@@ -229,7 +229,9 @@ def load_library(kernel: str | Path, defines: Mapping[str, int]) -> ctypes.CDLL:
 
 def _load(key: str, path: Path, kernel: str | Path, defines: Mapping[str, int]) -> ctypes.CDLL:
     cache = open_cache(suffix=SUFFIX)
-    if cache and cache.get(key) is not None:
+    info = {"kernel": path.stem, "defines": dict(defines), "arch": "host"}
+    stored = cache.get(key) if cache else None
+    if cache and stored is not None and stored[1] == info:
         try:
             return ctypes.CDLL(str(cache.payload_path(key)))
         except OSError as error:
@@ -244,7 +246,7 @@ def _load(key: str, path: Path, kernel: str | Path, defines: Mapping[str, int]) 
     _log.info("compiling %s for the emulator", key)
     compiled = compile_library(kernel, defines)
     _log.info("compiled %s for the emulator in %.2f s", key, compiled.seconds)
-    if cache and cache.put(key, compiled.payload, {"kernel": path.stem, "defines": dict(defines), "arch": "host"}):
+    if cache and cache.put(key, compiled.payload, info):
         try:
             return ctypes.CDLL(str(cache.payload_path(key)))
         except OSError as error:

@@ -204,8 +204,9 @@ def merge_partials(
     EmulatorError, MlaFlashError
         As in `shard_mask`.
     """
+    parts = numpy_view("outs", outs).array
     return _merge(
-        outs, lses, np.full(outs.shape[1:], np.nan, outs.dtype) if out is None else out, lse, lse_base, None, seed
+        outs, lses, np.full(parts.shape[1:], np.nan, parts.dtype) if out is None else out, lse, lse_base, None, seed
     )
 
 
@@ -235,8 +236,9 @@ def correct_partial(
 
 def _merge(outs: Any, lses: Any, out: Any, lse: Any, lse_base: str, part: int | None, seed: int) -> tuple[Any, Any]:
     if lse is None:
-        lse = np.full(out.shape[:-1], np.nan, np.float32)
+        lse = np.full(numpy_view("out", out).shape[:-1], np.nan, np.float32)
     step = merging.build(numpy_view, outs, lses, out, lse, lse_base, part)
+    step.check_memory()
     if not step.is_empty:
         # Where out is one of the parts, the same memory is read and written: the name that may be written comes first.
         arrays = {name: step.arrays[name].array for name in ("out", "lse", "outs", "lses")}

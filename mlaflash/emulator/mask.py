@@ -8,7 +8,7 @@ import numpy as np
 
 from mlaflash.checks import integer
 from mlaflash.emulator.run import Report, run_kernel
-from mlaflash.interop import numpy_view
+from mlaflash.interop import numpy_view, require_apart
 from mlaflash.mask_formats import words_per_row
 from mlaflash.mask_pack import build
 from mlaflash.mask_source import MaskSource
@@ -52,6 +52,7 @@ def pack_mask(
         shape = integer("num_tokens", num_tokens, 0), words_per_row(integer("max_q", max_q, 0))
         words = np.full(shape, 2**32 - 1, np.uint32)
     packing = build(numpy_view, source, words, num_tokens, max_q, qo_indptr=qo_indptr)
+    require_apart([packing.words], packing.arrays.values())
     if not packing.is_empty:
         step = packing.launch
         arrays = {name: view.array for name, view in packing.arrays.items()} | {"result": words}

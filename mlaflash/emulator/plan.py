@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mlaflash.checks import integer
 from mlaflash.device import Device
 from mlaflash.emulator.run import Report, run_kernel
 from mlaflash.emulator.verify import DEFAULT_ARCH
@@ -126,12 +127,12 @@ class VerifyPlan(GpuVerifyPlan):
     """
 
     def __init__(self, *, num_sms: int | None = None, seed: int = 0, **arguments: Any) -> None:
-        self._num_sms = num_sms
+        self._num_sms = None if num_sms is None else integer("num_sms", num_sms, 1)
         super().__init__(**arguments)
         self.seed = seed
 
     def _make_backend(self, budget: str | None) -> Backend:
-        device = Device.for_arch(budget or DEFAULT_ARCH)
+        device = Device.for_arch(DEFAULT_ARCH if budget is None else budget)
         self._emulator = EmulatorBackend(device if self._num_sms is None else replace(device, num_sms=self._num_sms))
         return self._emulator
 

@@ -1,7 +1,7 @@
 """Run one kernel on the CPU, every access checked and counted.
 
-What it cannot show: timing, registers and spills, and a missing ``warp_sync`` (the lanes of a warp
-share one clock in the race detector).
+What it cannot show: timing, registers and spills; and a missing ``warp_sync`` unless the constant `LANE_RACES` is 1,
+because the lanes of a warp share one clock in the race detector.
 """
 
 import ctypes

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from mlaflash.attention import output_views
+from mlaflash.checks import flag
 from mlaflash.device import Device
 from mlaflash.emulator.run import Report, run_kernel
 from mlaflash.interop import ArrayView, numpy_view
 from mlaflash.masks import TreeMask
 from mlaflash.params import numpy_dtype
-from mlaflash.problem import Problem, Rows
+from mlaflash.problem import Problem
 from mlaflash.schedule import Schedule, build_params, plan
 from mlaflash.tiles import KernelConfig
 
@@ -169,9 +170,9 @@ def _solve(
     seed: int,
     reports: list[Report] | None,
 ) -> tuple[Any, Any]:
-    if validate:
+    if flag("validate", validate):
         problem.validate()
-    schedule = plan(problem, Device.for_arch(budget or DEFAULT_ARCH), **choice)
+    schedule = plan(problem, Device.for_arch(DEFAULT_ARCH if budget is None else budget), **choice)
     # NaN: what a kernel forgets to write cannot pass for a result.
     if out is None:
         out = np.full(problem.out_shape, np.nan, numpy_dtype(problem.out_dtype))
@@ -209,17 +210,4 @@ def _run(problem: Problem, schedule: Schedule, outputs: tuple[ArrayView, ArrayVi
 
 def _arrays(problem: Problem) -> dict[str, np.ndarray[Any, Any]]:
     """Name every array that a kernel may read: an access anywhere else is an error."""
-    views: list[ArrayView | None] = [
-        problem.kv_lens,
-        problem.kv_indptr,
-        problem.page_ids,
-        problem.qo_indptr,
-        problem.tail_lens,
-        problem.mask_words,
-        problem.kv_scale,
-    ]
-    rows: list[Rows | None] = [problem.q, problem.kv, problem.new_kv]
-    for piece in rows:
-        if piece is not None:
-            views += [piece.latent] if piece.fused else [piece.latent, piece.rope]
-    return {view.name: view.array for view in views if view is not None}
+    return {view.name: view.array for view in problem.inputs}

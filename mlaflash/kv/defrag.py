@@ -10,12 +10,13 @@ import numpy as np
 
 from mlaflash.checks import integer
 from mlaflash.device import current_ordinal, on_device
-from mlaflash.errors import ShapeError
+from mlaflash.errors import InvalidArgumentError, ShapeError
 from mlaflash.interop import as_cupy, device_view, numpy_view, ordinal_of
 from mlaflash.kv.move import Moves
 from mlaflash.streams import as_stream
 
 _INTEGERS = ("int32", "int64")
+_MOST_ALIGN = 2**20
 _MASKS = ("bool", "uint8", "int8", "int32", "int64")
 
 
@@ -86,6 +87,8 @@ def plan_defrag(
     only then: call it where no work that was planned before is under way.
     """
     num_slots, align = integer("num_slots", num_slots, 0), integer("align", align, 1)
+    if align > _MOST_ALIGN:
+        raise InvalidArgumentError(f"align is {align}; blocks have at most {_MOST_ALIGN} tokens.")
     most_moves = None if max_moves is None else integer("max_moves", max_moves, 0)
     with _arrays(stream, slots=slots, free_runs=free_runs, immovable=immovable) as (xp, found):
         table, runs, shared = found["slots"], found["free_runs"], found["immovable"]
@@ -199,6 +202,8 @@ def _arrays(stream: Any, **arrays: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _check(name: str, array: Any, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> None:
+    if array is None:
+        raise ShapeError(f"{name} is None; it must be an array of {', '.join(dtypes)}.")
     fits = array.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, array.shape, strict=True))
     if not fits or array.dtype.name not in dtypes:
         wanted = ", ".join("*" if length is None else str(length) for length in shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlaflash import jit
-from mlaflash.checks import integer
+from mlaflash.checks import flag, integer
 from mlaflash.device import Device, current_ordinal, on_device
 from mlaflash.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from mlaflash.interop import ArrayView, device_view, ordinal_of, to_host
@@ -112,8 +113,9 @@ class Pool:
             More than `MAX_LAYERS`.
         """
         # A single array would pass for a sequence of its rows.
-        if hasattr(kv_layers, "shape") or not len(kv_layers):
-            given = "one array" if hasattr(kv_layers, "shape") else "empty"
+        if hasattr(kv_layers, "shape") or not isinstance(kv_layers, Sequence) or not kv_layers:
+            is_empty = isinstance(kv_layers, Sequence) and not kv_layers
+            given = "one array" if hasattr(kv_layers, "shape") else "empty" if is_empty else f"{kv_layers!r:.80}"
             raise ShapeError(f"kv_layers is {given}; it must be a list with an array for each layer.")
         if len(kv_layers) > MAX_LAYERS:
             raise UnsupportedError(
@@ -133,6 +135,8 @@ class Pool:
         num_rows, row_bytes, row_stride = rows[0]
         if num_rows and len(set(addresses)) < len(addresses):
             raise ShapeError("kv_layers has the same array twice; each layer's rows are moved once. Leave one out.")
+        if num_rows and _overlap(sorted(addresses), num_rows, row_bytes, row_stride):
+            raise ShapeError("arrays of kv_layers share memory; each layer has rows of its own. Leave one out.")
         aligned = math.gcd(row_bytes, row_stride, *addresses)
         return cls(layers, num_rows, row_bytes, row_stride, next(word for word in WORDS if aligned % word == 0))
 
@@ -334,7 +338,7 @@ def build(
             f"src has {num_moves} entries for rows of {pool.row_bytes // pool.word} words of {pool.word} bytes; at most"
             f" {_MAX_INT // 2} words are moved in one launch. Split the list between groups."
         )
-    if validate:
+    if flag("validate", validate):
         check_moves({name: to_host(array) for name, array in arrays.items()}, group, pool.num_rows)
     if not num_moves or not pool.num_rows or not pool.row_bytes:
         return None
@@ -590,6 +594,21 @@ def move_rows(
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _overlap(addresses: list[int], num_rows: int, row_bytes: int, row_stride: int) -> bool:
+    """Whether any two of equal layers, given where each begins, in order, have a byte in common."""
+    extent = (num_rows - 1) * row_stride + row_bytes
+    if all(b - a >= extent for a, b in itertools.pairwise(addresses)):
+        return False
+    # Layers may lie between each other's rows.
+    phases = sorted((address - addresses[0]) % row_stride for address in addresses)
+    if all(b - a >= row_bytes for a, b in itertools.pairwise([*phases, phases[0] + row_stride])):
+        return False
+    return any(
+        b - a < extent and not row_bytes <= (b - a) % row_stride <= row_stride - row_bytes
+        for a, b in itertools.combinations(addresses, 2)
+    )
 
 
 def _rows_of(layer: ArrayView) -> tuple[int, int, int]:

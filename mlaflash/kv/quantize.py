@@ -15,6 +15,7 @@ from mlaflash.checks import is_number
 from mlaflash.errors import ShapeError
 from mlaflash.interop import is_cupy
 from mlaflash.params import DL, DS_MLA_BYTES, DS_MLA_ROPE, D
+from mlaflash.problem import positive
 
 LARGEST: Final = 448.0
 GROUP: Final = 128
@@ -45,7 +46,9 @@ def quantize_e4m3(x: Any, scale: Any = None) -> tuple[Any, Any]:
     Raises
     ------
     ShapeError
-        `x` is no such array.
+        `x` is no such array, or `scale` no array of one.
+    InvalidArgumentError
+        `scale` is a number that is not finite, or not greater than 0.
     """
     xp = _module("x", x)
     x = x.astype(np.float32)
@@ -70,7 +73,9 @@ def dequantize_e4m3(codes: Any, scale: Any = 1.0) -> Any:
     Raises
     ------
     ShapeError
-        `codes` is no such array.
+        `codes` is no such array, or `scale` no array of one.
+    InvalidArgumentError
+        `scale` is a number that is not finite, or not greater than 0.
     """
     xp = _module("codes", codes, np.uint8)
     return _number(xp, codes) * _float32(xp, scale)
@@ -98,7 +103,7 @@ def quantize_ds_mla(x: Any) -> Any:
     """
     xp = _module("x", x)
     _check_width("x", x, D)
-    x = x.astype(np.float32)
+    x = xp.ascontiguousarray(x, dtype=np.float32)
     groups = x[..., :DL].reshape(*x.shape[:-1], DL // GROUP, GROUP)
     scales = _scale_of(xp, groups)
     rows = xp.empty((*x.shape[:-1], DS_MLA_BYTES), np.uint8)
@@ -151,7 +156,11 @@ def _module(name: str, array: Any, dtype: Any = None) -> Any:
 
 
 def _float32(xp: Any, scale: Any) -> Any:
-    return np.float32(scale) if is_number(scale) else xp.asarray(scale, dtype=np.float32)
+    if is_number(scale):
+        return np.float32(positive("scale", scale))
+    if not isinstance(scale, xp.ndarray) or scale.size != 1 or scale.dtype.kind != "f":
+        raise ShapeError(f"scale is {scale!r:.80}; it must be a number, or an array of one beside the other array.")
+    return scale.astype(np.float32)
 
 
 def _check_width(name: str, array: Any, width: int) -> None:

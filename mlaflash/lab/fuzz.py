@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mlaflash import oracle, spec
+from mlaflash import kv, oracle, spec
 from mlaflash.errors import (
     CompileError,
     EmulatorError,
@@ -34,8 +34,9 @@ from mlaflash.lab.plan_inputs import BUILDS, Build, judge, random_setup, random_
 from mlaflash.lab.space import SPACES
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import NARROW_32_E4M3, NARROW_DS_MLA, NARROW_E4M3, ROLES_E4M3
-from mlaflash.params import DL
+from mlaflash.params import DL, numpy_dtype
 from mlaflash.schedule import FP8_KERNELS, KERNELS
+from mlaflash.sharding import Contiguous, Interleaved, Sharding, shard_lens
 from mlaflash.tiles import KernelConfig
 
 Array = npt.NDArray[Any]
@@ -57,6 +58,7 @@ _PLAN_BUILDS: Final = (
 )
 _HEADS: Final = (1, 2, 4, 5, 8, 12, 16, 20, 32, 64, 128)
 _PAGE_SIZES: Final = (1, 2, 3, 16, 48, 64)
+_UNTOUCHED: Final = 77.0  # of memory that no kernel wrote; every element type has it
 # What is wrong inside the library, whatever it was given.
 _FAULTS: Final = (EmulatorError, LaunchError, CompileError)
 
@@ -126,8 +128,10 @@ class Place:
             self.calls: Any = emulator
             self.plan: Any = emulator.VerifyPlan
             self.kv: Any = emulator
+            self.distributed: Any = emulator
         else:
             self.calls, self.plan, self.kv = mlaflash, mlaflash.VerifyPlan, mlaflash.kv
+            self.distributed = mlaflash.distributed
 
     def put(self, array: Any) -> Any:
         """Give a NumPy array, or a mask of one, to the device; anything else as it is.
@@ -334,7 +338,11 @@ def _lens(trial: _Trial, heads: int) -> list[tuple[int, int]]:
 def _case(trial: _Trial, fixed: _Fixed) -> Case:
     rng = trial.rng
     heads = int(rng.choice(_HEADS))
-    lens = _lens(trial, heads)
+    if trial.chance(0.05):  # masks of several words a row
+        heads, q_len = 1, int(rng.integers(65, 140))
+        lens = [(q_len, q_len + int(rng.integers(0, 60)))]
+    else:
+        lens = _lens(trial, heads)
     return Case(
         name="fuzz",
         q_lens=tuple(q_len for q_len, _ in lens),
@@ -421,6 +429,11 @@ def _hold(
     """Make a call and hold it against the oracle; True where it was refused with an error that is none of these."""
     place = trial.place
     given = {key: _laid(trial, key, value) for key, value in arguments.items()}
+    room = None
+    if forbidden and trial.chance(0.25):
+        first = arguments["q"][0] if isinstance(arguments["q"], tuple) else arguments["q"]
+        laid, room = _room(trial, first.shape, options["out_dtype"])
+        given |= laid
     try:
         results = getattr(place.calls, name)(**given, **options, validate=True, **place.seeded(trial.rng))
         out, lse = map(place.get, results)
@@ -431,7 +444,14 @@ def _hold(
         if isinstance(error, forbidden) and not isinstance(error, UnsupportedError):
             raise
         return True
+    if room is not None and room.shape != out.shape:
+        beside = np.delete(place.get(room), np.s_[DL // 2 : DL // 2 + DL], axis=-1)
+        if not (beside == _UNTOUCHED).all():
+            raise _Wrong("what lies beside the rows of out was written to")
     expected_out, expected_lse = getattr(oracle, name)(**arguments)
+    if not forbidden and not np.isfinite(expected_out).all():
+        # Garbage that some row sees may reach rows beside it, by weights of 0.
+        out = np.where(np.isnan(out), expected_out.astype(out.dtype), out)
     q = arguments["q"][0] if isinstance(arguments["q"], tuple) else arguments["q"]
     limits = tolerance(q.dtype.name, out.dtype.name, partials=True)
     found = compare(out, lse, expected_out, expected_lse, limits)
@@ -460,11 +480,31 @@ def _laid(trial: _Trial, name: str, value: Any) -> Any:
         room[..., begin : begin + value.shape[-1]] = value
         return put(room)[..., begin : begin + value.shape[-1]]
     if way == "transposed" and value.ndim >= 3 and name == "q":
-        axes = (*range(value.ndim - 3), value.ndim - 2, value.ndim - 3, value.ndim - 1)
-        return put(np.ascontiguousarray(value.transpose(axes))).transpose(axes)
+        return _heads_first(put, value)
     if way == "one head" and name == "kv_cache" and value.ndim == 3 and value.shape[-1] > DL:
         value = value[:, :, None]
     return put(value)
+
+
+def _heads_first(put: Put, rows: Array) -> Any:
+    """Lay rows so that all tokens of a head follow each other, as a batched product does; the axes stay."""
+    return np.moveaxis(put(np.ascontiguousarray(np.moveaxis(rows, -2, 0))), 0, -2)
+
+
+def _room(trial: _Trial, shape: tuple[int, ...], out_dtype: str) -> tuple[dict[str, Any], Any]:
+    """Make out and lse of rows of q, laid as engines do, and the array that holds out."""
+    put, way = trial.place.put, trial.pick("as it is", "wide", "heads first", "heads reversed")
+    width = 2 * DL if way == "wide" else DL
+    room = np.full((*shape[:-1], width), _UNTOUCHED, numpy_dtype(out_dtype))
+    lse = np.full(shape[:-1], _UNTOUCHED, np.float32)
+    if way == "heads first":
+        out = room = _heads_first(put, room)
+        return {"out": out, "lse": _heads_first(put, lse[..., None])[..., 0]}, room
+    room, lse = put(room), put(lse)
+    if way == "heads reversed":
+        return {"out": room[..., ::-1, :], "lse": lse[..., ::-1]}, room
+    begin = DL // 2 if way == "wide" else 0
+    return {"out": room[..., begin : begin + DL], "lse": lse}, room
 
 
 def _sparse(trial: _Trial) -> bool:
@@ -755,15 +795,137 @@ def greedy_walk(
     return path, target[path[-1]]
 
 
+# --- spread over ranks, and laid anew --------------------------------------------------------------------------------
+
+
+def _shard(trial: _Trial) -> bool:
+    """Merge what each rank makes of its tokens: it is one call over all of them."""
+    rng, place = trial.rng, trial.place
+    dtype = str(trial.fixed.choice(("bfloat16", "float16", "float32")))
+    logit_cap = float(trial.fixed.choice((0.0, 30.0)))
+    fixed = _Fixed(
+        dtype, None, "float32", None, None, deterministic=False, logit_cap=logit_cap, new_kv=False, paired=False
+    )
+    case = replace(
+        _case(trial, fixed), page_size=1, addressing="indices", mask=trial.pick("causal", "chain", "tree", "dense")
+    )
+    arguments = build(case, int(rng.integers(2**32)))
+    mask, lens = arguments["mask"], arguments["kv_lens"]
+    max_q = max((*case.q_lens, mask.max_q if isinstance(mask, TreeMask) else 0))
+    sharding = _sharding(trial, case)
+    base = trial.pick("e", "2")
+    trial.problem = f"{case}, {sharding}, lse_base {base}"
+    bounds = place.put(arguments["qo_indptr"])
+    parts = []
+    for rank in range(sharding.num_ranks):
+        shard = place.distributed.shard_mask(
+            place.put(mask),
+            sharding,
+            rank,
+            kv_lens=place.put(lens),
+            num_tokens=case.num_tokens,
+            max_q=max_q,
+            qo_indptr=bounds,
+            **place.seeded(rng),
+        )
+        tokens = [np.flatnonzero(owner == rank) for owner in _owners(sharding, lens, place)]
+        for found in (shard.kv_lens, shard_lens(place.put(lens), sharding, rank)):
+            if place.get(found).tolist() != [own.size for own in tokens]:
+                raise _Wrong(f"rank {rank} is said to hold {place.get(found).tolist()} tokens")
+        begins = arguments["kv_indptr"][:-1]
+        ids = [arguments["kv_indices"][begin + own] for begin, own in zip(begins, tokens, strict=True)]
+        local = {
+            "kv_indptr": np.cumsum([0, *(own.size for own in tokens)]).astype(np.int32),
+            "kv_indices": np.concatenate([arguments["kv_indices"][:0], *ids]),
+        }
+        parts.append(
+            place.calls.mla_verify(
+                q=place.put(arguments["q"]),
+                kv_cache=place.put(arguments["kv_cache"]),
+                sm_scale=case.sm_scale,
+                kv_lens=shard.kv_lens,
+                **{name: place.put(array) for name, array in local.items()},
+                qo_indptr=bounds,
+                mask=shard.mask,
+                tail_lens=shard.tail_lens,
+                logit_cap=logit_cap,
+                lse_base=base,
+                out_dtype=trial.pick(dtype, "float32"),
+                validate=True,
+                **place.seeded(rng),
+            )
+        )
+    outs = [place.get(out).astype(np.float32) for out, _ in parts]
+    lses = [place.get(lse) for _, lse in parts]
+    merged = place.distributed.merge_partials(
+        place.put(np.stack(outs)), place.put(np.stack(lses)), lse_base=base, **place.seeded(rng)
+    )
+    expected = oracle.mla_verify(**arguments, lse_base=base)
+    out, lse = map(place.get, merged)
+    result = compare(out, lse, *expected, tolerance(dtype, dtype, partials=True))
+    if not result.passed:
+        raise _Wrong(f"{result.reason}; {result.worst_array}{list(result.worst_index)} is {result.worst_actual:.8g}")
+    return False
+
+
+def _sharding(trial: _Trial, case: Case) -> Sharding:
+    num_ranks = int(trial.rng.integers(2, 5))
+    if trial.chance(0.6):
+        return Interleaved(num_ranks, int(trial.pick(1, 2, 7, 16, 64)))
+    rows = trial.pick(1, case.batch)
+    begins = np.sort(trial.rng.integers(0, max((*case.kv_lens, 1)) + 20, (rows, num_ranks)), axis=1).astype(np.int32)
+    begins[:, 0] = 0
+    return Contiguous(trial.place.put(begins[0] if rows == 1 else begins))
+
+
+def _owners(sharding: Sharding, lens: Array, place: Place) -> list[Array]:
+    """Say on which rank each token of each request lies."""
+    if isinstance(sharding, Interleaved):
+        return [np.arange(n) // sharding.interleave % sharding.num_ranks for n in lens]
+    begins = np.broadcast_to(place.get(sharding.begins), (len(lens), sharding.num_ranks))
+    return [np.searchsorted(begins[b], np.arange(n), side="right") - 1 for b, n in enumerate(lens)]
+
+
+def _defrag(trial: _Trial) -> bool:
+    """Lay a request anew: its rows follow its table."""
+    rng, place = trial.rng, trial.place
+    align, num_slots = int(trial.pick(1, 4, 16, 64)), int(rng.integers(1, 400))
+    is_free = rng.random(num_slots) < trial.pick(0.1, 0.5, 0.9)
+    edges = np.flatnonzero(np.diff(np.pad(is_free.astype(np.int8), 1)))
+    kind = trial.pick(np.int32, np.int64)
+    runs = np.stack([edges[::2], edges[1::2] - edges[::2]], axis=1).astype(kind)
+    table = rng.permutation(np.flatnonzero(~is_free)).astype(kind)
+    slots = table[: rng.integers(0, table.size + 1)]
+    most = trial.pick(None, int(rng.integers(0, num_slots)))
+    shared = (rng.random(num_slots) < 0.05).astype(np.int32) if trial.chance(0.5) else None
+    trial.problem = f"{slots.tolist()} into {runs.tolist()}, {num_slots} slots, align {align}, max_moves {most}"
+    moves, remap = kv.plan_defrag(
+        place.put(slots), place.put(runs), num_slots=num_slots, align=align, max_moves=most, immovable=place.put(shared)
+    )
+    layer = random_layers((num_slots, 36), 1, rng)[0]
+    there = place.put(layer.copy())
+    place.kv.move_rows([there], *moves, validate=True, **place.seeded(rng))
+    new = place.get(kv.apply_remap(place.put(table), remap))
+    if not np.array_equal(place.get(there)[new], layer[table]):
+        raise _Wrong("the rows are not where the table says")
+    if most is not None and (new != table).sum() > most:
+        raise _Wrong(f"{(new != table).sum()} rows have moved")
+    if shared is not None and (new != table)[shared[table] != 0].any():
+        raise _Wrong("a row that others share has moved")
+    return False
+
+
 _KINDS: Final[Mapping[str, tuple[Callable[[_Trial], bool], float]]] = {
-    "verify": (_verify, 0.3),
-    "garbage": (_garbage, 0.25),
+    "verify": (_verify, 0.27),
+    "garbage": (_garbage, 0.22),
     "plan": (_plan, 0.15),
     "sparse": (_sparse, 0.12),
+    "shard": (_shard, 0.06),
     "mask": (_pack, 0.06),
     "move": (_move, 0.06),
-    "compact": (_compact, 0.03),
-    "accept": (_accept, 0.03),
+    "compact": (_compact, 0.02),
+    "defrag": (_defrag, 0.02),
+    "accept": (_accept, 0.02),
 }
 """What a trial is about, and the share of each."""
 
