@@ -38,7 +38,9 @@ static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of t
 static_assert(STAGES >= 2, "one tile is read while the next one is copied");
 static_assert(STEP_TILES == 1 || (STEP_TILES == 2 && FP8), "two tiles of 16 bits leave no registers");
 static_assert(!DETERMINISTIC || !FP8, "no such build");
-static_assert(ROW_TILES == 1 || (ROW_TILES == 2 && FP8 && STEP_TILES == 1), "32 rows of 16 bits are mma_wide's");
+static_assert(ROW_TILES == 1 || (ROW_TILES == 2 && KV_DTYPE == FLOAT8_E4M3 && STEP_TILES == 1), "no such build");
+static_assert(ROW_TILES == 1 || (COLUMN_WARPS == 4 && EXCHANGE_BUFFERS == 1),
+              "a lane of a group weighs four scores of one of 32 rows");
 static_assert(COLUMN_WARPS == 4 || (COLUMN_WARPS == 2 && KV_DTYPE == FLOAT8_E4M3 && STEP_TILES * ROW_TILES == 1),
               "half of the columns of 16 bits, or of two tiles, leave no registers");
 static_assert(SHARED_STEPS == 0 || (ROW_TILES * 4 / COLUMN_WARPS == 2 && SHARED_STEPS < V_STEPS),
@@ -62,9 +64,14 @@ struct Smem {
   static constexpr u32 EXCHANGE = RINGS + WARPS * RING_BYTES;
   // [COLUMN_WARPS][SHARED_STEPS][ROW_TILES][32] steps of q, 16 bytes a lane.
   static constexpr u32 Q = EXCHANGE + EXCHANGE_BUFFERS * BUFFER_BYTES;
-  // float32 [COLUMN_WARPS][32][4] of two row tiles: see scale_scores().
-  static constexpr u32 UNITS = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * SCORE_BYTES;
-  static constexpr u32 BYTES = UNITS + (ROW_TILES == 2 ? COLUMN_WARPS * SCORE_BYTES : 0);
+  // Two row tiles, of each group: [ROW_TILES][32] weights, 16 bytes a lane, before them float32 [COLUMN_WARPS][ROWS]
+  // magnitudes of q and after them float32 [ROWS][2], see join_softmax(); then what follows below.
+  static constexpr u32 WEIGHTS = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * SCORE_BYTES;
+  static constexpr u32 FACTORS = ROW_TILES * SCORE_BYTES;  // float32 [ROWS], where a base has risen
+  static constexpr u32 UNITS = FACTORS + ROWS * 4;         // float32 [ROWS]: Scales::scores
+  static constexpr u32 RAISED = UNITS + ROWS * 4;          // u32 [COLUMN_WARPS]: whose factors count
+  static constexpr u32 HANDOVER_BYTES = RAISED + COLUMN_WARPS * 4;
+  static constexpr u32 BYTES = WEIGHTS + (ROW_TILES == 2 ? KV_GROUPS * HANDOVER_BYTES : 0);
 };
 constexpr bool IS_LARGE = ROW_TILES * 4 / COLUMN_WARPS == 2;  // a lane has 128 numbers of o
 // As many blocks as registers allow; three of four warps where an sm_120 has room for them.
@@ -84,9 +91,10 @@ DEVICE u32 slice_offset(int row, int chunk) { return FP8 ? row * PITCH + chunk *
 struct Warp {
   int lane, group, column;  // column: which of the COLUMN_WARPS slices
   u32 ring;
-  u32 keys;    // the lane's ldmatrix row in stage 0: of K, the B operand of q K; in 8 bits of its rope columns
-  u32 values;  // of V, transposed, the B operand of P V; and of q, the A operand; in 8 bits of K
-  u32 scores;  // the lane's place in exchange buffer 0, column warp 0 of the group
+  u32 keys;      // the lane's ldmatrix row in stage 0: of K, the B operand of q K; in 8 bits of its rope columns
+  u32 values;    // of V, transposed, the B operand of P V; and of q, the A operand; in 8 bits of K
+  u32 scores;    // the lane's place in exchange buffer 0, column warp 0 of the group
+  u32 handover;  // two row tiles: Smem::WEIGHTS of the group
 };
 
 DEVICE Warp locate(u32 smem) {
@@ -101,6 +109,7 @@ DEVICE Warp locate(u32 smem) {
   w.keys = w.ring + slice_offset(w.lane % 8 + w.lane / 16 * 8, w.lane / 8 % 2);
   w.values = w.ring + slice_offset(w.lane % 16, w.lane / 16);
   w.scores = smem + Smem::EXCHANGE + w.group * COLUMN_WARPS * Smem::SCORES_BYTES + w.lane * 16;
+  w.handover = smem + Smem::WEIGHTS + w.group * Smem::HANDOVER_BYTES;
   return w;
 }
 
@@ -388,25 +397,14 @@ struct Scales {
   Gain gain;
 };
 
-// Scores times Scales::scores. Those of two row tiles stay in shared memory for want of registers.
-DEVICE u32 unit_place(const Warp& w) {
-  return shared_base() + Smem::UNITS + w.column * Smem::SCORE_BYTES + w.lane * 16;
-}
 template <int N>
-DEVICE void scale_scores(const Warp& w, const Scales (&scales)[ROW_TILES], float unit, float (&s)[ROW_TILES][N][2][4]) {
-  float of[ROW_TILES][2];
+DEVICE void scale_scores(const Scales& scales, float unit, float (&s)[N][2][4]) {
 #pragma unroll
-  for (int t = 0; t < ROW_TILES; t++) of[t][0] = scales[t].scores[0], of[t][1] = scales[t].scores[1];
-  if constexpr (ROW_TILES == 2) {
-    const f32x4 x = ld_shared_f32x4(unit_place(w));
-    of[0][0] = x.x, of[0][1] = x.y, of[ROW_TILES - 1][0] = x.z, of[ROW_TILES - 1][1] = x.w;
-  }
-#pragma unroll
-  for (int i = 0; i < ROW_TILES * N; i++)
+  for (int i = 0; i < N; i++)
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) s[i / N][i % N][n][e] *= of[i / N][e / 2] * unit;
+      for (int e = 0; e < 4; e++) s[i][n][e] *= scales.scores[e / 2] * unit;
 }
 
 // q as the A operand. Its first SHARED_STEPS steps stay in shared memory for want of registers, for both groups.
@@ -425,17 +423,22 @@ DEVICE void query_operand(const Query& q, int row_tile, int step, u32 (&a)[4]) {
   }
 }
 
-constexpr int CODE_LOADS = LATENT_BYTES / 32;  // ldmatrix of 16 tokens x 32 columns
-constexpr bool LATE_VALUES = IS_LARGE;         // they are read from the ring as they are multiplied
+constexpr int CODE_LOADS = LATENT_BYTES / 32;                   // ldmatrix of 16 tokens x 32 columns
+constexpr int ROPE_LOADS = TOKEN_SCALES ? 0 : ROPE_BYTES / 32;  // of its rope columns
+constexpr bool LATE_VALUES = IS_LARGE;                          // they are read from the ring as they are multiplied
 constexpr int CODES_AHEAD = IS_LARGE ? 1 : K_AHEAD;
 
 // The warp's part of q K^T of each tile. With TOKEN_SCALES the scales multiply what the latent columns give; then come
 // the rope columns, in bfloat16.
 DEVICE void partial_scores_fp8(const Query& q, const Warp& w, u32 stage, const float (&token_scales)[STEP_TILES][2][2],
                                float (&s)[ROW_TILES][STEP_TILES][2][4]) {
-  constexpr int LOADS = CODE_LOADS * STEP_TILES;
+  constexpr int LOADS = (CODE_LOADS + ROPE_LOADS) * STEP_TILES;
   // Two sums where an mma would wait for the one before it.
+#ifdef MLAFLASH_TRY_ONE_CHAIN
+  constexpr int CHAINS = 1;
+#else
   constexpr int CHAINS = ROW_TILES * STEP_TILES == 1 ? 2 : 1;
+#endif
   float sums[CHAINS][ROW_TILES][STEP_TILES][2][4] = {};
   u32 k[CODES_AHEAD + 1][4];
   const u32 keys = w.values + stage;
@@ -483,7 +486,7 @@ DEVICE void partial_scores_fp8(const Query& q, const Warp& w, u32 stage, const f
         }
     } else {
 #pragma unroll
-      for (int j = V_STEPS; j < K_STEPS; j++)
+      for (int j = V_STEPS + 2 * ROPE_LOADS; j < K_STEPS; j++)
 #pragma unroll
         for (int n = 0; n < 2; n++) {
           const u32 codes = w.ring + stage + (i * TILE + n * 8 + w.lane / 4) * PITCH + LATENT_BYTES;
@@ -537,6 +540,140 @@ DEVICE void weigh_step(const VerifyParams& p, float (&s)[N][2][4], const float (
 // Bit i: the ring holds token first + i, i < TILE.
 DEVICE u32 cached_bits(const Source& s, int first) {
   return (1u << min_int(max_int(min_int(s.last_cached + 1, s.end * TILE) - first, 0), TILE)) - 1;
+}
+
+// --- the softmax of two row tiles ------------------------------------------------------------------------------------
+
+// Each warp of a group weighs the same number of rows for all of them: a lane has four scores of one row. Partial
+// scores go to who weighs them, weights back to all.
+constexpr bool SPLIT_SOFTMAX = ROW_TILES == 2;
+constexpr int OWN_ROWS = ROWS / COLUMN_WARPS;  // of a warp, four lanes each
+
+struct Weigher {
+  int row;              // of the block's rows
+  u32 scores, weights;  // where its scores lie, those of column warp 0, and where its weights go
+  float unit;           // Scales::scores of its row
+  float base, sum;      // as in Softmax; the sum of the lane's own weights
+};
+
+DEVICE Weigher make_weigher(const Warp& w) {
+  Weigher own;
+  own.row = w.column * OWN_ROWS + w.lane / 4;
+  const u32 lane = own.row % 8 * 4 + w.lane % 4;  // that has computed part of these scores, and takes the weights
+  const u32 first = w.scores - w.lane * 16;
+  own.scores = first + own.row / 8 * Smem::SCORE_BYTES + lane * 16;
+  own.weights = w.handover + own.row / TILE * Smem::SCORE_BYTES + lane * 16 + own.row / 8 % 2 * 4;
+  own.unit = ld_shared_f32(w.handover + Smem::UNITS + own.row * 4);
+  own.base = neg_inf();
+  own.sum = 0.0f;
+  return own;
+}
+
+// Half rows of the row tiles.
+template <int N>
+DEVICE void publish_halves(const Warp& w, const float (&s)[ROW_TILES][N][2][4]) {
+  const u32 mine = w.scores + w.column * Smem::SCORES_BYTES;
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float (&x)[2][4] = s[t][0];
+      st_shared_f32x4(mine + (t * 2 + h) * Smem::SCORE_BYTES,
+                      {x[0][2 * h], x[0][2 * h + 1], x[1][2 * h], x[1][2 * h + 1]});
+    }
+}
+
+// The lane's scores, complete: of tokens 2 i, 2 i + 1, 2 i + 8, 2 i + 9, i = lane % 4.
+DEVICE void collect_scores(const Weigher& own, float unit, float (&s)[4]) {
+  const f32x4 first = ld_shared_f32x4(own.scores);
+  s[0] = first.x, s[1] = first.y, s[2] = first.z, s[3] = first.w;
+#pragma unroll
+  for (int c = 1; c < COLUMN_WARPS; c++) {
+    const f32x4 x = ld_shared_f32x4(own.scores + c * Smem::SCORES_BYTES);
+    s[0] += x.x, s[1] += x.y, s[2] += x.z, s[3] += x.w;
+  }
+#pragma unroll
+  for (int e = 0; e < 4; e++) s[e] *= own.unit * unit;
+}
+
+// Bit i of `bits`: the row sees token i of the tile.
+DEVICE void mask_own_scores(const Warp& w, u32 bits, float (&s)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; e++)
+    if (!(bits >> (w.lane % 4 * 2 + e / 2 * 8 + e % 2) & 1)) s[e] = neg_inf();
+}
+
+DEVICE void cap_own_scores(float (&s)[4]) {
+  if constexpr (!SOFT_CAP) return;
+#pragma unroll
+  for (int e = 0; e < 4; e++) s[e] = tanh_f32(s[e]);
+}
+
+// visible_bits() of the lane's row.
+DEVICE u32 own_bits(const VerifyParams& p, const Request& r, const RowTile& rows, const Weigher& own, int tile) {
+  const int q = r.q_begin + (rows.first + own.row) / p.num_heads;
+  return visible_bits(p, r, min_int(q, rows.q_last), tile * TILE);
+}
+
+// The scores to weights of what `unit` values count, and these to all warps.
+DEVICE void weigh_own(const VerifyParams& p, const Warp& w, Weigher& own, float unit, const float (&s)[4]) {
+  const float scale = capped_scale(p);
+  const float maximum = fma_f32(scale, max_f32(max_f32(s[0], s[1]), max_f32(s[2], s[3])), -WEIGHT_LIFT);
+  const bool raised = warp_any(maximum > own.base + RESCALE_ABOVE);
+  if (raised) {
+    const float base = max_f32(own.base, max_over_row(maximum)), factor = ex2(own.base - finite_base(base));
+    own.base = base;
+    own.sum *= factor;
+    if (w.lane % 4 == 0) st_shared_f32(w.handover + Smem::FACTORS + own.row * 4, factor);
+  }
+  if (w.lane == 0) st_shared_u32(w.handover + Smem::RAISED + w.column * 4, raised);
+  const float base = finite_base(own.base);
+  float weights[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) weights[e] = ex2(fma_f32(s[e], scale, -base));
+  own.sum += (weights[0] + weights[1]) + (weights[2] + weights[3]);
+  st_shared_u32(own.weights, pack_f16x2(weights[0] * unit, weights[1] * unit));
+  st_shared_u32(own.weights + 8, pack_f16x2(weights[2] * unit, weights[3] * unit));
+}
+
+// All weights as A operands; and o to the bases that they have, which have hardly ever risen.
+template <int N>
+DEVICE void take_weights(const Warp& w, u32 (&weights)[ROW_TILES][N][4], float (&o)[ROW_TILES][O_TILES][4]) {
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; t++) {
+    const u32x4 x = ld_shared_u32x4(w.handover + t * Smem::SCORE_BYTES + w.lane * 16);
+    u32(&a)[4] = weights[t][0];
+    a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+  }
+  const u32x4 raised = ld_shared_u32x4(w.handover + Smem::RAISED);
+  if (!(raised.x | raised.y | raised.z | raised.w)) return;
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = t * TILE + w.lane / 4 + 8 * h;
+      float factor = 1.0f;
+      if (ld_shared_u32(w.handover + Smem::RAISED + row / OWN_ROWS * 4))
+        factor = ld_shared_f32(w.handover + Smem::FACTORS + row * 4);
+#pragma unroll
+      for (int i = 0; i < O_TILES; i++) o[t][i][2 * h] *= factor, o[t][i][2 * h + 1] *= factor;
+    }
+}
+
+// What all warps know of their rows from then on.
+DEVICE void join_softmax(const Warp& w, const Weigher& own, Softmax (&softmax)[ROW_TILES]) {
+  const float sum = sum_over_row(own.sum);
+  group_sync(w);  // orders the reads of the last weights before the writes over them
+  if (w.lane % 4 == 0) st_shared_f32x2(w.handover + own.row * 8, {own.base, sum});
+  group_sync(w);  // orders the writes before the reads
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const f32x2 x = ld_shared_f32x2(w.handover + (t * TILE + w.lane / 4 + 8 * h) * 8);
+      softmax[t].base[h] = x.x;
+      softmax[t].sum[h] = w.lane % 4 == 0 ? x.y : 0.0f;  // it counts once
+    }
 }
 
 // --- new rows beside an 8-bit cache ----------------------------------------------------------------------------------
@@ -647,7 +784,7 @@ DEVICE void partial_scores_new(const Query& q, u32 keys, const float (&token_sca
 // After the cached tokens, those of new rows. The ring is empty.
 DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
                             const Warp& w, const Source& source, const Query& q, Softmax (&softmax)[ROW_TILES],
-                            Scales (&scales)[ROW_TILES], float (&o)[ROW_TILES][O_TILES][4], u32 buffer) {
+                            Scales (&scales)[ROW_TILES], float (&o)[ROW_TILES][O_TILES][4], u32 buffer, Weigher& own) {
   const u32 keys = w.ring + slice_offset_16(w.lane % 8 + w.lane / 16 * 8, w.lane / 8 % 2);
   const u32 values = w.ring + slice_offset_16(w.lane % 16, w.lane / 16);
   const float scale = cache_scale(p), unit = floor_power(scale) / scale;  // of new rows, in that of the cache's
@@ -661,15 +798,27 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTi
     u32 weights[ROW_TILES][1][4];
     if constexpr (TOKEN_SCALES) load_token_scales(w, w.ring + NEW_SCALES, 4, token_scales[0]);
     partial_scores_new(q, keys, token_scales, s);
-    scale_scores(w, scales, unit, s);
-    publish_scores(w, buffer, s);
-    add_scores(w, buffer, s);
+    const u32 among = ~((1u << min_int(max_int(source.last_cached + 1 - tile * TILE, 0), TILE)) - 1);
+    if constexpr (SPLIT_SOFTMAX) {
+      publish_halves(w, s);
+      group_sync(w);  // orders the partial scores' writes before the reads
+      float mine[4];
+      collect_scores(own, unit, mine);
+      cap_own_scores(mine);
+      mask_own_scores(w, own_bits(p, r, rows, own, tile) & among, mine);
+      weigh_own(p, w, own, unit, mine);
+      group_sync(w);  // orders the weights' and factors' writes before the reads, and these reads before the next ones
+      take_weights(w, weights, o);
+    } else {
+      scale_scores(scales[0], unit, s[0]);
+      publish_scores(w, buffer, s);
+      add_scores(w, buffer, s);
 #pragma unroll
-    for (int t = 0; t < ROW_TILES; t++) {
-      cap_scores(s[t][0]);
-      mask_tile(p, r, rows, w, rows.first + t * TILE, tile,
-                ~((1u << min_int(max_int(source.last_cached + 1 - tile * TILE, 0), TILE)) - 1), s[t][0]);
-      weigh_step(p, s[t], token_scales, unit, softmax[t], scales[t], o[t], weights[t]);
+      for (int t = 0; t < ROW_TILES; t++) {
+        cap_scores(s[t][0]);
+        mask_tile(p, r, rows, w, rows.first + t * TILE, tile, among, s[t][0]);
+        weigh_step(p, s[t], token_scales, unit, softmax[t], scales[t], o[t], weights[t]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < V_STEPS; i++) {
@@ -784,11 +933,26 @@ DEVICE void load_q(const VerifyParams& p, const Warp& w, u32 stage, u32 (&q)[Q_S
   }
 }
 
+// Two row tiles: of a row's largest magnitudes in each warp's columns, the largest, by which all of them then go.
+DEVICE void join_magnitudes(const Warp& w, int row_tile, float (&magnitudes)[2]) {
+  const u32 place = w.handover + (row_tile * TILE + w.lane / 4) * 4;
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (w.lane % 4 == 0) st_shared_f32(place + (w.column * ROWS + 8 * h) * 4, magnitudes[h]);
+  group_sync(w);  // orders the four warps' writes before the reads
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+#pragma unroll
+    for (int c = 0; c < COLUMN_WARPS; c++)
+      magnitudes[h] = max_f32(magnitudes[h], ld_shared_f32(place + (c * ROWS + 8 * h) * 4));
+}
+
 // The same from memory, for an 8-bit cache: in the order of dims that key_operand() has, as float16. With TOKEN_SCALES
 // the rope columns, in their own order, as bfloat16; a float16 number is the sum of two such, of which the second one
 // follows.
-DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, int first, int end, const Warp& w, u32 (&q)[Q_STEPS][4],
-                       Scales& scales) {
+DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, const RowTile& rows, int row_tile, const Warp& w,
+                       u32 (&q)[Q_STEPS][4], Scales& scales) {
+  const int first = rows.first + row_tile * TILE, end = rows.end;
   const int quad_lane = w.lane % 4;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -808,6 +972,7 @@ DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, int first, int e
       q[i][2 + h] = x.y;
     }
   }
+  float magnitudes[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     float largest = 0.0f;
@@ -815,8 +980,15 @@ DEVICE void load_q_fp8(const VerifyParams& p, const Request& r, int first, int e
     for (int i = 0; i < K_STEPS; i++)
 #pragma unroll
       for (int j = h; j < 4; j += 2) largest = max_magnitude(largest, unpack_pair<Q_DTYPE>(q[i][j]));
-    const PowerOfTwo power = to_f16_range(max_over_row(largest));
+    magnitudes[h] = max_over_row(largest);
+  }
+  if constexpr (SPLIT_SOFTMAX) join_magnitudes(w, row_tile, magnitudes);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const PowerOfTwo power = to_f16_range(magnitudes[h]);
     scales.scores[h] = power.reciprocal * cache_scale(p) * score_factor(p);
+    if (SPLIT_SOFTMAX && w.column == 0 && quad_lane == 0)
+      st_shared_f32(w.handover + Smem::UNITS + (row_tile * TILE + w.lane / 4 + 8 * h) * 4, scales.scores[h]);
     const float factor = p.sm_scale == 0.0f ? 0.0f : p.sm_scale < 0.0f ? -power.value : power.value;
 #pragma unroll
     for (int i = 0; i < K_STEPS; i++)
@@ -841,7 +1013,7 @@ DEVICE void load_query(const VerifyParams& p, const Request& r, const RowTile& r
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++) {
     u32 all[Q_STEPS][4];
-    load_q_fp8(p, r, rows.first + t * TILE, rows.end, w, all, scales[t]);
+    load_q_fp8(p, r, rows, t, w, all, scales[t]);
 #pragma unroll
     for (int i = 0; i < Q_STEPS; i++) {
       const u32(&x)[4] = all[i];
@@ -853,11 +1025,8 @@ DEVICE void load_query(const VerifyParams& p, const Request& r, const RowTile& r
       }
     }
   }
-  if (ROW_TILES == 2 && w.group == 0)
-    st_shared_f32x4(unit_place(w), {scales[0].scores[0], scales[0].scores[1], scales[ROW_TILES - 1].scores[0],
-                                    scales[ROW_TILES - 1].scores[1]});
-  if ((SHARED_STEPS > 0 || ROW_TILES == 2) && KV_GROUPS == 2)
-    block_sync();  // orders the first group's writes before the other's reads
+  if (SPLIT_SOFTMAX) group_sync(w);                      // orders the writes of the rows' units before the reads
+  if (SHARED_STEPS > 0 && KV_GROUPS == 2) block_sync();  // orders the first group's writes before the other's reads
 }
 
 // Fills the ring. q passes through its last stage, while the others already fill with KV; for an 8-bit cache it does
@@ -942,6 +1111,8 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++) reset(softmax[t], o[t]);
   u32 stage = 0, buffer = 0;
+  Weigher own = {};
+  if constexpr (SPLIT_SOFTMAX) own = make_weigher(w);
 #pragma unroll 1
   for (int tile = tiles.begin + w.group * STEP_TILES; tile < source.end; tile += KV_GROUPS * STEP_TILES) {
     cp_async_wait<STAGES - 1>();
@@ -964,25 +1135,39 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
     } else {
       partial_scores_fp8(q, w, stage, token_scales, s);
     }
-    scale_scores(w, scales, 1.0f, s);
-    publish_scores(w, buffer, s);
-    add_scores(w, buffer, s);
-    // Read again, for want of registers.
-    if constexpr (TOKEN_SCALES && LATE_VALUES)
-      load_token_scales(w, w.ring + stage + LATENT_BYTES + ROPE_BYTES, PITCH, token_scales[0]);
-#pragma unroll
-    for (int t = 0; t < ROW_TILES; t++) {
-#pragma unroll
-      for (int i = 0; i < STEP_TILES; i++) {
-        cap_scores(s[t][i]);
-        if constexpr (SPARSE_IDS) {
-          const u32 bits = listed >> i * TILE;
-          if (listed != ~0u) mask_scores(s[t][i], {bits, bits});
-        } else if (is_masked) {
-          mask_tile(p, r, rows, w, rows.first + t * TILE, tile + i, cached_bits(source, (tile + i) * TILE), s[t][i]);
-        }
+    if constexpr (SPLIT_SOFTMAX) {
+      publish_halves(w, s);
+      group_sync(w);  // orders the partial scores' writes before the reads
+      float mine[4];
+      collect_scores(own, 1.0f, mine);
+      cap_own_scores(mine);
+      if constexpr (SPARSE_IDS) {
+        if (listed != ~0u) mask_own_scores(w, listed, mine);
+      } else if (is_masked) {
+        mask_own_scores(w, own_bits(p, r, rows, own, tile) & cached_bits(source, tile * TILE), mine);
       }
-      weigh_step(p, s[t], token_scales, 1.0f, softmax[t], scales[t], o[t], weights[t]);
+      weigh_own(p, w, own, 1.0f, mine);
+      ldmatrix_x4_trans(v[0][0], w.values + stage);
+      group_sync(w);  // orders the weights' and factors' writes before the reads, and these reads before the next ones
+      take_weights(w, weights, o);
+    } else {
+      scale_scores(scales[0], 1.0f, s[0]);
+      publish_scores(w, buffer, s);
+      add_scores(w, buffer, s);
+#pragma unroll
+      for (int t = 0; t < ROW_TILES; t++) {
+#pragma unroll
+        for (int i = 0; i < STEP_TILES; i++) {
+          cap_scores(s[t][i]);
+          if constexpr (SPARSE_IDS) {
+            const u32 bits = listed >> i * TILE;
+            if (listed != ~0u) mask_scores(s[t][i], {bits, bits});
+          } else if (is_masked) {
+            mask_tile(p, r, rows, w, rows.first + t * TILE, tile + i, cached_bits(source, (tile + i) * TILE), s[t][i]);
+          }
+        }
+        weigh_step(p, s[t], token_scales, 1.0f, softmax[t], scales[t], o[t], weights[t]);
+      }
     }
     if constexpr (!LATE_VALUES) {
 #pragma unroll
@@ -991,7 +1176,7 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
         for (int j = 0; j < CODE_LOADS; j++) add_values_fp8(weights, i, v[i][j], j, o);
     } else {
       const u32 values = w.values + stage;
-      ldmatrix_x4_trans(v[0][0], values);
+      if constexpr (!SPLIT_SOFTMAX) ldmatrix_x4_trans(v[0][0], values);
 #pragma unroll
       for (int j = 0; j < CODE_LOADS; j++) {
         if (j + 1 < CODE_LOADS) ldmatrix_x4_trans(v[0][(j + 1) % 2], values + (j + 1) * 32);
@@ -1004,7 +1189,8 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
   }
   cp_async_wait_all();  // nothing is in flight any more
   const float scale = cache_scale(p);
-  if constexpr (NEW_KV) attend_new_rows(p, r, rows, tiles, w, source, q, softmax, scales, o, buffer);
+  if constexpr (NEW_KV) attend_new_rows(p, r, rows, tiles, w, source, q, softmax, scales, o, buffer, own);
+  if constexpr (SPLIT_SOFTMAX) join_softmax(w, own, softmax);
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++) {
 #pragma unroll

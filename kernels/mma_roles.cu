@@ -16,6 +16,7 @@
 static_assert(!DETERMINISTIC, "mma_narrow computes the rows that are to be the same in every call");
 static_assert(!SPARSE_IDS, "mma_wide attends over lists of slots, mma_narrow over lists of 8-bit ones");
 static_assert(!TOKEN_SCALES, "mma_narrow reads rows with scales of their own");
+static_assert(!FP8 || !NEW_KV, "mma_narrow takes new rows beside 8 bits");
 
 constexpr int SCORE_WARPS = 4;
 constexpr int VALUE_WARPS = 8;
@@ -23,12 +24,16 @@ constexpr int THREADS = (SCORE_WARPS + VALUE_WARPS) * WARP;
 constexpr int ROW_TILES = 4;  // of 16 rows
 constexpr int ROWS = ROW_TILES * 16;
 
-constexpr int ROW_BYTES = D * 2;
+constexpr int ROW_BYTES = D * 2;  // in 16 bits
 constexpr int LATENT_BYTES = DL * 2;
-constexpr int PITCH = ROW_BYTES + 16;  // an odd multiple of 16 bytes: the 8 rows of an ldmatrix phase hit all 32 banks
-constexpr int STAGE_BYTES = TILE * PITCH + 16;  // a tile and its two mbarriers
+// Odd multiples of 16 bytes: the 8 rows of an ldmatrix phase hit all 32 banks.
+constexpr int Q_PITCH = ROW_BYTES + 16;
+constexpr int PITCH = FP8 ? D + 16 : Q_PITCH;                // of KV rows
+constexpr int STAGE_BYTES = TILE * PITCH + 16;               // a tile and its two mbarriers
+constexpr int Q_BYTES = FP8 ? TILE * Q_PITCH : STAGE_BYTES;  // 16 rows of q, before they are in registers
 
 constexpr int K_STEPS = D / 16 / 2;                     // products of 16 dims in a score warp's half of q K
+constexpr int K_LOADS = FP8 ? K_STEPS / 2 : K_STEPS;    // ldmatrix of K for them
 constexpr int V_STEPS = DL / 16 / VALUE_WARPS;          // 16-column pieces of a value warp's part of P V
 constexpr int O_TILES = 2 * V_STEPS;                    // 8-column tiles of it
 constexpr int REGISTER_STEPS = K_STEPS - SHARED_STEPS;  // the rest of q comes from shared memory, tile by tile
@@ -36,7 +41,6 @@ constexpr int REGISTER_STEPS = K_STEPS - SHARED_STEPS;  // the rest of q comes f
 constexpr int LOADERS = VALUE_WARPS * WARP;                   // threads that copy q and KV
 constexpr int COPY_LANES = FP8 ? LOADERS / TILE : 8;          // lanes that copy 16 bytes each of a row at a time
 constexpr int COPIES = LATENT_BYTES / 2 / (COPY_LANES * 16);  // of a thread, in its half of a row's latent part
-constexpr int CODE_BYTES = FP8 ? TILE * D : 0;                // of a tile in 8 bits
 constexpr int MASK_WORDS = 32;                                // of mask columns, so tail_len <= 1,024
 constexpr int FRAGMENT_BYTES = WARP * 16;                     // a fragment of four registers, lane by lane
 
@@ -45,22 +49,20 @@ constexpr int FRAGMENT_BYTES = WARP * 16;                     // a fragment of f
 constexpr int TAKE_AT = 3, MAXIMA_AT = 6, RAISE_AT = 8, STORE_AT = 13;
 
 static_assert(SHARED_STEPS >= 0 && SHARED_STEPS <= K_STEPS - STORE_AT, "steps of q in shared memory");
-static_assert(K_STEPS % (LOOKAHEAD + 1) == 0, "the buffers of K take turns across tiles");
-static_assert((STAGES & (STAGES - 1)) == 0 || FP8, "a stage's parity is found from the number of its tile");
-static_assert(STAGES >= ROW_TILES || FP8, "q passes through the ring, 16 rows a stage");
-static_assert(STAGES >= 3 && (CODE_STAGES > 0) == FP8, "score warps wait for tile n + 1 before they weigh tile n - 1");
+static_assert(K_LOADS % (LOOKAHEAD + 1) == 0, "the buffers of K take turns across tiles");
+static_assert((STAGES & (STAGES - 1)) == 0, "a stage's parity is found from the number of its tile");
+static_assert(STAGES >= ROW_TILES, "q passes through the ring, 16 rows a stage");
 static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
 
 struct Smem {
-  static constexpr u32 RING = 0;                             // [STAGES]: tile [16][PITCH], before it q; mbarriers
-  static constexpr u32 CODES = RING + STAGES * STAGE_BYTES;  // [CODE_STAGES]: tile [16][D] in 8 bits, before it q
-  static constexpr u32 CODES_END = CODES + CODE_STAGES * CODE_BYTES;
+  static constexpr u32 RING = 0;  // [STAGES]: tile [16][PITCH], before it q; mbarriers
+  static constexpr u32 RING_END = RING + STAGES * STAGE_BYTES;
   static constexpr u32 EXCHANGE_BYTES = SCORE_WARPS * 2 * FRAGMENT_BYTES;
-  // Beside an 8-bit cache q as it comes needs more room than its rings: it takes that of the partial scores, too.
+  // Beside an 8-bit cache q as it comes needs more room than the ring: it takes that of the partial scores, too.
   // [SHARED_STEPS][SCORE_WARPS][2] fragments
-  static constexpr u32 Q = FP8 ? max_int(CODES_END + EXCHANGE_BYTES, RING + ROW_TILES * STAGE_BYTES) : CODES_END;
+  static constexpr u32 Q = FP8 ? max_int(RING_END + EXCHANGE_BYTES, RING + ROW_TILES * Q_BYTES) : RING_END;
   static constexpr u32 Q_END = Q + SCORE_WARPS * SHARED_STEPS * 2 * FRAGMENT_BYTES;
-  static constexpr u32 EXCHANGE = FP8 ? CODES_END : Q_END;                   // [SCORE_WARPS][2] fragments
+  static constexpr u32 EXCHANGE = FP8 ? RING_END : Q_END;                    // [SCORE_WARPS][2] fragments
   static constexpr u32 WEIGHTS = FP8 ? Q_END : EXCHANGE + EXCHANGE_BYTES;    // [ROW_TILES][2] fragments
   static constexpr u32 HANDOVER = WEIGHTS + ROW_TILES * 2 * FRAGMENT_BYTES;  // [2]: what follows below
   static constexpr u32 FACTORS = 0;                                          // float32 [ROWS]
@@ -73,9 +75,8 @@ struct Smem {
   static constexpr u32 COLUMNS = VIEWS + ROWS * 8;         // u32 [MASK_WORDS] mask columns that any row sees
   static constexpr u32 SOURCE = COLUMNS + MASK_WORDS * 4;  // struct Source without its end, SOURCE_IN_SHARED
   static constexpr u32 TAIL_BEGIN = SOURCE + 16;           // i32: the mask columns begin here
-  // i32: every row sees every token of the tiles before; beside an 8-bit cache these hold no new rows either.
-  static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;
-  static constexpr u32 ITEM = MASKED_FROM + 4;  // i32, PLANNED: what the block works on
+  static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;       // i32: every row sees every token of the tiles before
+  static constexpr u32 ITEM = MASKED_FROM + 4;             // i32, PLANNED: what the block works on
   static constexpr u32 BYTES = SOURCE + 32;
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
@@ -228,111 +229,23 @@ DEVICE void copy_tile(const Source& s, u32 smem, u32 stage_offset, i32 tile_toke
   const u32 stage = smem + Smem::RING + stage_offset;
   const u32 dst = stage + share.row * PITCH + share.element * element_bytes<KV_DTYPE>();
   const u32 bytes = !is_masked(smem, tile_token) || is_seen(s, smem, tile_token + share.row) ? 16 : 0;
-#pragma unroll
-  for (int i = 0; i < COPIES; i++) cp_async_16_zfill(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16, bytes);
-  if (copies_rope(share.element)) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
-  cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
-}
-
-// --- through a ring of 8-bit tiles -----------------------------------------------------------------------------------
-
-// With a tile in 8 bits come the page ids of the tile that takes its place, for want of a register: one for each row,
-// behind a row of the ring.
-DEVICE u32 id_in_ring(u32 smem, u32 code_stage, u32 row) {
-  return smem + Smem::RING + code_stage / max_int(CODE_BYTES, 1) * STAGE_BYTES + row * PITCH + ROW_BYTES;
-}
-
-// The thread's part of copying a tile in 8 bits. Each warp copies two rows that only it reads, and waits for its own
-// copies. New rows are not among them.
-DEVICE void copy_codes(const VerifyParams& p, const Source& s, u32 smem, u32 code_stage, i32 tile_token, KvRow row) {
-  if (tile_token < s.end) {
-    const Share share = copy_share();
-    const i32 token = tile_token + (i32)share.row;
-    const bool all_seen = !is_masked(smem, tile_token), is_cached = !NEW_KV || token < s.new_begin;
-    const u32 bytes = is_cached && (all_seen || is_seen(s, smem, token)) ? 16 : 0;
-    const u32 dst = smem + Smem::CODES + code_stage + share.row * D + share.element;
+  if constexpr (FP8) {
 #pragma unroll
     for (int i = 0; i < DL; i += COPY_LANES * 16) cp_async_16_zfill(dst + i, row.c + i, bytes);
     if (share.element < DR) cp_async_16_zfill(dst + DL, row.pe, bytes);
-    const i32 later = source_token(s, tile_token + CODE_STAGES * TILE, share.row);
-    if (share.element == 0)
-      cp_async_4_zfill(id_in_ring(smem, code_stage, share.row), id_ptr(p, s, later),
-                       NEW_KV && later >= s.new_begin ? 0 : 4);
-  }
-  cp_async_commit();
-}
-
-DEVICE u32 next_code_stage(u32 code_stage) {
-  return code_stage == (CODE_STAGES - 1) * CODE_BYTES ? 0 : code_stage + CODE_BYTES;
-}
-
-// Eight new elements, which are divided by the power of two in the scale of the cache.
-DEVICE u32x4 convert_new(const u8* ptr, float factor) {
-  const Vector<Q_DTYPE> x = load_vector<Q_DTYPE, true>(ptr);
-  return {pack_f16x2(x.v[0] * factor, x.v[1] * factor), pack_f16x2(x.v[2] * factor, x.v[3] * factor),
-          pack_f16x2(x.v[4] * factor, x.v[5] * factor), pack_f16x2(x.v[6] * factor, x.v[7] * factor)};
-}
-
-// What a thread converts of a tile: UNITS times UNIT elements of one of the two rows that its warp has copied.
-constexpr int UNIT = 8, UNITS = FP8 ? (D + COPY_LANES * UNIT - 1) / (COPY_LANES * UNIT) : 0;
-struct Conversion {
-  u32 codes;    // in shared memory: its first codes
-  i32 new_row;  // NEW_KV: the row of new_kv_c and new_k_pe that it takes in place of codes; below 0 for none
-};
-
-// Waits for the codes that go to the stage at `stage_offset`, which nobody reads any more.
-DEVICE Conversion begin_conversion(const Source& s, u32 smem, u32 code_stage, i32 tile_token) {
-  cp_async_wait<CODE_STAGES - 1>();
-  warp_sync();  // orders the lanes' copies, which have landed, before the reads
-  const u32 thread = thread_idx_anew() - SCORE_WARPS * WARP, row = thread / COPY_LANES, unit = thread % COPY_LANES;
-  const i32 token = tile_token + (i32)row;
-  const bool is_new = NEW_KV && token >= s.new_begin && is_seen(s, smem, token);
-  return {smem + Smem::CODES + code_stage + row * D + unit * UNIT, is_new ? s.new_shift + token : -1};
-}
-
-// The last unit is the rope columns, which half of the lanes have.
-DEVICE bool has_unit(int i) { return i < DL / (COPY_LANES * UNIT) || lane_idx_anew() % COPY_LANES < DR / UNIT; }
-
-DEVICE u32x2 load_unit(const Conversion& c, int i) {
-  return has_unit(i) ? ld_shared_u32x2(c.codes + i * COPY_LANES * UNIT) : u32x2{0, 0};
-}
-
-DEVICE void store_unit(const VerifyParams& p, const Conversion& c, u32 stage, int i, u32x2 codes) {
-  const u32x2 a = e4m3x4_to_f16(codes.x), b = e4m3x4_to_f16(codes.y);
-  u32x4 converted = {a.x, a.y, b.x, b.y};
-  if (!has_unit(i)) return;
-  if (NEW_KV && c.new_row >= 0) {
-    const i64 row = c.new_row, column = i * COPY_LANES * UNIT + lane_idx_anew() % COPY_LANES * UNIT;
-    const u8* source = column < DL ? element_ptr<Q_DTYPE>(p.new_kv_c, row * p.new_kv_c_stride + column)
-                                   : element_ptr<Q_DTYPE>(p.new_k_pe, row * p.new_k_pe_stride + column - DL);
-    converted = convert_new(source, 1.0f / floor_power(cache_scale(p)));
-  }
-  // Found anew, for want of registers.
-  const u32 thread = thread_idx_anew() - SCORE_WARPS * WARP;
-  const u32 dst = stage + thread / COPY_LANES * PITCH + thread % COPY_LANES * UNIT * 2;
-  st_shared_u32x4(dst + i * COPY_LANES * UNIT * 2, converted);
-}
-
-// Every lane arrives for its own writes: see hand_over().
-DEVICE void end_conversion(u32 full) {
-  warp_sync();  // orders the lanes' reads of the codes and ids before the copies over them
-  mbarrier_arrive(full);
-}
-
-// Makes a float16 tile of the one in 8 bits, and arrives on its full barrier.
-DEVICE void convert_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, u32 code_stage,
-                         i32 tile_token) {
-  const Conversion c = begin_conversion(s, smem, code_stage, tile_token);
+  } else {
 #pragma unroll
-  for (int i = 0; i < UNITS; i++) store_unit(p, c, smem + Smem::RING + stage_offset, i, load_unit(c, i));
-  end_conversion(smem + Smem::RING + stage_offset + Smem::FULL);
+    for (int i = 0; i < COPIES; i++) cp_async_16_zfill(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16, bytes);
+    if (copies_rope(share.element)) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
+  }
+  cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
 }
 
 // Brings a tile's rows to the L2 cache while the ring is still full of q: one thread for each 128 bytes.
 DEVICE void prefetch_tile(const VerifyParams& p, const Source& s, i32 tile_token, const Share& share, i32 page_id) {
   if constexpr (FP8) {
     const u32 line = share.element / 16;
-    if (line > DL / 128 || tile_token + (i32)share.row >= (NEW_KV ? min_int(s.end, s.new_begin) : s.end)) return;
+    if (line > DL / 128 || tile_token + (i32)share.row >= s.end) return;
     const KvRow row = source_row(p, s, tile_token, page_id, {share.row, line % (DL / 128) * 128});
     return prefetch_l2(line == DL / 128 ? row.pe : row.c);
   }
@@ -355,7 +268,7 @@ DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   for (int i = 0; i < ROWS_PER_WARP; i++) {
     const int row = begin + i;
     const u32 bytes = rows.first + row < rows.end ? 16 : 0;
-    const u32 dst = smem + Smem::RING + row / 16 * STAGE_BYTES + row % 16 * PITCH + chunk;
+    const u32 dst = smem + Smem::RING + row / 16 * Q_BYTES + row % 16 * Q_PITCH + chunk;
     const u8* nope = q_nope_row(p, token, head) + chunk;
     cp_async_16_zfill(dst, nope, bytes);
     cp_async_16_zfill(dst + 512, nope + 512, bytes);
@@ -368,34 +281,53 @@ DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
 // row are to be multiplied. All warps take part, each of them with whole rows.
 DEVICE void scale_q(const VerifyParams& p, u32 smem) {
   constexpr int CHUNKS = ROW_BYTES / 16, LOADS = (CHUNKS + WARP - 1) / WARP;
+  constexpr u32 AT_ONCE = 3, WARPS = THREADS / WARP;  // rows of a warp, which hide each other's latency
   const u32 lane = lane_idx_anew();
+  const float unit = cache_scale(p) * score_factor(p);
 #pragma unroll 1
-  for (u32 row = make_uniform(thread_idx_anew() / WARP); row < ROWS; row += THREADS / WARP) {
-    const u32 chunk = smem + Smem::RING + row / 16 * STAGE_BYTES + row % 16 * PITCH + lane * 16;
-    u32 q[LOADS][4] = {};
-    float largest = 0.0f;
+  for (u32 first = make_uniform(thread_idx_anew() / WARP); first < ROWS; first += AT_ONCE * WARPS) {
+    u32 q[AT_ONCE][LOADS][4] = {};
+    float largest[AT_ONCE] = {};
+    const auto chunk = [&](u32 n, int i) {
+      const u32 row = first + n * WARPS;
+      return smem + Smem::RING + row / 16 * Q_BYTES + row % 16 * Q_PITCH + (i * WARP + lane) * 16;
+    };
+    const auto has_chunk = [&](u32 n, int i) { return first + n * WARPS < ROWS && i * WARP + lane < CHUNKS; };
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      if (i * WARP + lane >= CHUNKS) continue;
-      const u32x4 x = ld_shared_u32x4(chunk + i * WARP * 16);
-      q[i][0] = x.x, q[i][1] = x.y, q[i][2] = x.z, q[i][3] = x.w;
+    for (u32 n = 0; n < AT_ONCE; n++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) largest = max_magnitude(largest, unpack_pair<Q_DTYPE>(q[i][j]));
-    }
+      for (int i = 0; i < LOADS; i++) {
+        u32x4 x = {0, 0, 0, 0};
+        if (has_chunk(n, i)) x = ld_shared_u32x4(chunk(n, i));
+        q[n][i][0] = x.x, q[n][i][1] = x.y, q[n][i][2] = x.z, q[n][i][3] = x.w;
 #pragma unroll
-    for (int distance = 1; distance < WARP; distance *= 2) largest = max_f32(largest, shfl_xor_f32(largest, distance));
-    const PowerOfTwo power = to_f16_range(largest);
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      if (i * WARP + lane >= CHUNKS) continue;
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const f32x2 x = unpack_pair<Q_DTYPE>(q[i][j]);
-        q[i][j] = pack_f16x2(x.x * power.value, x.y * power.value);
+        for (int j = 0; j < 4; j++) largest[n] = max_magnitude(largest[n], unpack_pair<Q_DTYPE>(q[n][i][j]));
       }
-      st_shared_u32x4(chunk + i * WARP * 16, {q[i][0], q[i][1], q[i][2], q[i][3]});
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2)
+#pragma unroll
+      for (u32 n = 0; n < AT_ONCE; n++) largest[n] = max_f32(largest[n], shfl_xor_f32(largest[n], distance));
+    warp_sync();  // orders the lanes' reads of the rows before the writes over them
+#pragma unroll
+    for (u32 n = 0; n < AT_ONCE; n++) {
+      const PowerOfTwo power = to_f16_range(largest[n]);
+#pragma unroll
+      for (int i = 0; i < LOADS; i++) {
+        if (!has_chunk(n, i)) continue;
+        u32(&x)[4] = q[n][i];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const f32x2 pair = unpack_pair<Q_DTYPE>(x[j]);
+          x[j] = pack_f16x2(pair.x * power.value, pair.y * power.value);
+        }
+        // Of each 16 dims the pairs 0, 2, 4, 6 come first: the order that key_operand() has.
+        const u32 place = chunk(n, i) - lane % 2 * 8;
+        st_shared_u32x2(place, {x[0], x[2]});
+        st_shared_u32x2(place + 16, {x[1], x[3]});
+      }
+      const u32 row = first + n * WARPS;
+      if (lane == 0 && row < ROWS) st_shared_f32(smem + Smem::UNITS + row * 4, power.reciprocal * unit);
     }
-    if (lane == 0) st_shared_f32(smem + Smem::UNITS + row * 4, power.reciprocal * cache_scale(p) * score_factor(p));
   }
   block_sync();  // orders the writes before the score warps' reads
 }
@@ -414,13 +346,14 @@ struct Scorer {
   i32 end;  // as in Source
 };
 
+template <bool RING, bool HANDOVER>
 DEVICE void init_barriers(u32 smem) {
   if (thread_idx_anew() != 0) return;
-  for (int stage = 0; stage < STAGES; stage++) {
+  for (int stage = 0; RING && stage < STAGES; stage++) {
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, LOADERS);
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SCORE_WARPS + VALUE_WARPS);
   }
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; HANDOVER && i < 2; i++) {
     mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::READY, SCORE_WARPS * WARP);
     mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::TAKEN, VALUE_WARPS);
   }
@@ -439,14 +372,6 @@ DEVICE void retire_barriers(u32 smem) {
   }
 }
 
-// Beside an 8-bit cache new rows are special as well.
-DEVICE int first_special_tile(const VerifyParams& p, const Request& r, const RowTile& rows) {
-  if constexpr (FP8 && NEW_KV)
-    return min_int(first_masked_tile(p, r, rows), max_int(r.kv_len - r.q_len, 0) / TILE);
-  else
-    return first_masked_tile(p, r, rows);
-}
-
 // For is_seen(): where the mask columns begin, and which of them any row of the row tile sees. For mask_tile(): what
 // the rows see.
 DEVICE void publish_masks(const VerifyParams& p, const Piece& piece, u32 smem) {
@@ -455,7 +380,7 @@ DEVICE void publish_masks(const VerifyParams& p, const Piece& piece, u32 smem) {
   const bool is_tree = p.mask_mode == MASK_TREE;
   const int thread = thread_idx_anew();
   if (thread == 0) st_shared_u32(smem + Smem::TAIL_BEGIN, is_tree ? r.kv_len - r.tail_len : r.kv_len);
-  if (thread == 0) st_shared_u32(smem + Smem::MASKED_FROM, first_special_tile(p, r, rows) * TILE);
+  if (thread == 0) st_shared_u32(smem + Smem::MASKED_FROM, first_masked_tile(p, r, rows) * TILE);
   if (thread == 0) publish_source(piece, smem);
   if (thread < ROWS) {
     const int q = min_int(r.q_begin + (rows.first + thread) / p.num_heads, rows.q_last);
@@ -474,13 +399,13 @@ DEVICE u32 q_in_shared(const Scorer& s, int step, int row_tile) {
 // The last steps of q stay in shared memory, where the lane that writes them is the one that reads them.
 DEVICE void load_q(const VerifyParams& p, u32 smem, Scorer& s) {
   const u32 lane = thread_idx_anew() % WARP;
-  const u32 addr = smem + Smem::RING + s.warp % 2 * (ROW_BYTES / 2) + lane % 16 * PITCH + lane / 16 * 16;
+  const u32 addr = smem + Smem::RING + s.warp % 2 * (ROW_BYTES / 2) + lane % 16 * Q_PITCH + lane / 16 * 16;
 #pragma unroll
   for (int k = 0; k < K_STEPS; k++)
 #pragma unroll
     for (int m = 0; m < 2; m++) {
       u32 q[4];
-      ldmatrix_x4(q, addr + (s.warp ^ m) * STAGE_BYTES + k * 32);
+      ldmatrix_x4(q, addr + (s.warp ^ m) * Q_BYTES + k * 32);
 #pragma unroll
       for (int i = 0; i < 4; i++) q[i] = fold_scale_sign(p, q[i]);
       if (k >= REGISTER_STEPS) {
@@ -495,12 +420,21 @@ DEVICE void load_q(const VerifyParams& p, u32 smem, Scorer& s) {
 // What a score warp's next products take from shared memory.
 struct Operands {
   u32 k[LOOKAHEAD + 1][4];
+  u32 b[2][4];  // FP8: operands of K, those of the next step as well
   u32 q[2][2][4];
 };
 
-// Of step i of the tile at `keys`; steps from K_STEPS on are the first ones of the tile at `next_keys`.
+// Load i of the tile at `keys`; loads from K_LOADS on are the first ones of the tile at `next_keys`.
 DEVICE void load_keys(Operands& operands, u32 keys, u32 next_keys, int i) {
-  ldmatrix_x4(operands.k[i % (LOOKAHEAD + 1)], i < K_STEPS ? keys + i * 32 : next_keys + (i - K_STEPS) * 32);
+  ldmatrix_x4(operands.k[i % (LOOKAHEAD + 1)], i < K_LOADS ? keys + i * 32 : next_keys + (i - K_LOADS) * 32);
+}
+
+// FP8: half of the operands of K of step i, one token octet. They are made a step ahead: a conversion takes as long
+// as the products of a step leave.
+DEVICE void convert_keys(Operands& operands, int i, int octet) {
+  const Operand of = key_operand(operands.k[i / 2 % (LOOKAHEAD + 1)][i % 2 * 2 + octet]);
+  u32(&b)[4] = operands.b[i % 2];
+  b[2 * octet] = of.b0, b[2 * octet + 1] = of.b1;
 }
 
 DEVICE void load_shared_q(Operands& operands, const Scorer& scorer, int i) {
@@ -518,14 +452,16 @@ template <int FROM, int TO>
 DEVICE void multiply_q_k(float (&s)[2][2][4], const Scorer& scorer, Operands& operands, u32 keys, u32 next_keys) {
 #pragma unroll
   for (int i = FROM; i < TO; i++) {
-    load_keys(operands, keys, next_keys, i + LOOKAHEAD);
+    if (!FP8) load_keys(operands, keys, next_keys, i + LOOKAHEAD);
+    if (FP8 && i % 2 == 0) load_keys(operands, keys, next_keys, i / 2 + LOOKAHEAD);
     load_shared_q(operands, scorer, i + 1);
-    const u32(&b)[4] = operands.k[i % (LOOKAHEAD + 1)];
+    const u32(&b)[4] = FP8 ? operands.b[i % 2] : operands.k[i % (LOOKAHEAD + 1)];
 #pragma unroll
     for (int m = 1; m >= 0; m--) {
       const u32(&shared)[4] = operands.q[i % 2][m];
       const u32(&a)[4] = i < REGISTER_STEPS ? scorer.q[i < REGISTER_STEPS ? i : 0][m] : shared;
       mma_16x8x16(s[m][0], a, b[0], b[1]);
+      if (FP8) convert_keys(operands, i + 1, 1 - m);
       mma_16x8x16(s[m][1], a, b[2], b[3]);
     }
   }
@@ -572,35 +508,6 @@ DEVICE void mask_tile(const VerifyParams& p, float (&s)[2][4], i32 token, u32 sm
   mask_scores(s, {shfl_u32(seen, lane & ~1), shfl_u32(seen, lane | 1)}, lane);
 }
 
-// New rows beside an 8-bit cache: what their scores, and their weights before V, are to be multiplied by, because
-// convert_tile() divides by less than the scale of the cache. Like mask_tile(), for the last tiles alone.
-struct NewUnits {
-  float value;
-  i32 begin;  // the new tokens begin here
-};
-DEVICE NewUnits new_units(const VerifyParams& p, u32 smem) {
-  const float scale = cache_scale(p);
-  return {floor_power(scale) / scale, (i32)ld_shared_u32(smem + Smem::SOURCE + 8)};
-}
-DEVICE void scale_new_scores(const VerifyParams& p, float (&s)[2][4], i32 token, u32 smem) {
-  const NewUnits units = new_units(p, smem);
-#pragma unroll
-  for (int n = 0; n < 2; n++)
-#pragma unroll
-    for (int e = 0; e < 4; e++)
-      if (token + n * 8 + lane_idx_anew() % 4 * 2 + e % 2 >= units.begin) s[n][e] *= units.value;
-}
-DEVICE void scale_new_weights(const VerifyParams& p, u32 (&weights)[4], i32 token, u32 smem) {
-  const NewUnits units = new_units(p, smem);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const f32x2 pair = unpack_pair<FLOAT16>(weights[i]);
-    const i32 first = token + i / 2 * 8 + lane_idx_anew() % 4 * 2;
-    weights[i] = pack_f16x2(pair.x * (first >= units.begin ? units.value : 1.0f),
-                            pair.y * (first + 1 >= units.begin ? units.value : 1.0f));
-  }
-}
-
 // Moves the bases of the lane's two rows up to the maxima, and publishes what that makes of the output so far.
 DEVICE void raise_bases(Softmax& softmax, const float (&maxima)[2], u32 factors) {
   const int lane = thread_idx_anew() % WARP;
@@ -644,6 +551,12 @@ DEVICE void hand_over(const u32 (&weights)[4], bool raised, const Scorer& scorer
   mbarrier_arrive(buffer + Smem::READY);
 }
 
+// What the output accumulates is counted in this.
+DEVICE float output_unit(const VerifyParams& p) {
+  if constexpr (!FP8) return 1.0f;
+  return cache_scale(p);
+}
+
 // The reciprocal sums for the value warps; the lse to where it belongs. Returns the block's next item.
 DEVICE int finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) {
   const Place place = find_place(p, smem);
@@ -656,7 +569,7 @@ DEVICE int finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) 
     // Not asked of the maximum: where scores are NaN it stays -inf, and would hide them.
     const bool empty = sum == 0.0f;
     if (lane % 4 != 0) continue;
-    st_shared_f32(smem + Smem::RECIPROCALS + row * 4, empty ? 0.0f : (FP8 ? cache_scale(p) : 1.0f) * (1.0f / sum));
+    st_shared_f32(smem + Smem::RECIPROCALS + row * 4, empty ? 0.0f : output_unit(p) * (1.0f / sum));
     if (first + row < place.rows.end)
       store_lse(p, place.request, first + row, place.part, empty ? neg_inf() : scorer.softmax.base[h] + lg2(sum));
   }
@@ -682,7 +595,6 @@ DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
   float maxima[2];
   bool raised = false;
   if (WEIGHTS) {
-    if (FP8 && NEW_KV && is_masked(smem, token - TILE)) scale_new_scores(p, own, token - TILE, smem);
     FP8 ? cap_scores(own) : soft_cap(p, own);
     if (is_masked(smem, token - TILE)) mask_tile(p, own, token - TILE, smem);
     find_maxima(maxima, own, scorer.scale);
@@ -698,7 +610,6 @@ DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
     mbarrier_wait(handover + Smem::TAKEN, handover_parity(token - TILE) ^ 1);
     if (raised) raise_bases(scorer.softmax, maxima, handover + Smem::FACTORS + scorer.warp * 64);
     weigh(weights, own, scorer);
-    if (FP8 && NEW_KV && is_masked(smem, token - TILE)) scale_new_weights(p, weights, token - TILE, smem);
   }
   if (PRODUCTS) multiply_q_k<RAISE_AT, STORE_AT>(s, scorer, operands, keys, 0);
   if (WEIGHTS) hand_over(weights, raised, scorer, smem, weights_offset);
@@ -731,16 +642,21 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   scorer.fragments = keep_in_register(smem + (lane + scorer.warp * 2 * WARP) * 16);
   // Matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the B
   // fragments of the two token octets, in neighbouring registers as the tensor cores want them.
-  scorer.keys = keep_in_register(smem + Smem::RING + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 +
-                                 scorer.warp % 2 * (ROW_BYTES / 2));
+  // Of codes 0, 1 are dims 0-15 of tokens 0-7 and 8-15, and 2, 3 dims 16-31.
+  const u32 key = FP8 ? lane % 16 * PITCH + lane / 16 * 16 : (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+  scorer.keys = keep_in_register(smem + Smem::RING + key + scorer.warp % 2 * (FP8 ? D / 2 : ROW_BYTES / 2));
   scorer.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
   scorer.end = tokens_end(p, piece);
-  init_barriers(smem);
+  init_barriers<!FP8, true>(smem);
   publish_masks(p, piece, smem);
   block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
   if constexpr (FP8) scale_q(p, smem);
   load_q(p, smem, scorer);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
+  if constexpr (FP8) {
+    init_barriers<true, false>(smem);  // where q was
+    block_sync();                      // orders the barriers' initialisation before their uses
+  }
 
   Operands operands;
   float own[2][4];
@@ -748,6 +664,7 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   mbarrier_wait(smem + Smem::RING + Smem::FULL, 0);            // orders the first tile's copies before its reads
 #pragma unroll
   for (int i = 0; i < LOOKAHEAD; i++) load_keys(operands, scorer.keys, scorer.keys, i);
+  if constexpr (FP8) convert_keys(operands, 0, 0), convert_keys(operands, 0, 1);
   u32 stage = 0;
   score_step<true, false>(p, scorer, operands, own, 0, stage, smem);
   i32 token = TILE;
@@ -777,6 +694,25 @@ DEVICE void rescale_rows(float (&o)[O_TILES][4], u32 factors) {
 DEVICE void load_weights(u32 (&weights)[4], u32 fragments, int row_tile) {
   const u32x4 x = ld_shared_u32x4(fragments + Smem::WEIGHTS + row_tile * 2 * FRAGMENT_BYTES);
   weights[0] = x.x, weights[1] = x.y, weights[2] = x.z, weights[3] = x.w;
+}
+
+// 64 columns of a tile as B operands, two of 8 columns in each piece: the lower and the upper ones, or FP8 the even
+// and the odd ones.
+DEVICE void load_values(u32 values, u32 (&v)[V_STEPS][4]) {
+  if constexpr (!FP8) {
+#pragma unroll
+    for (int i = 0; i < V_STEPS; i++) ldmatrix_x4_trans(v[i], values + i * 32);
+  } else {
+    u32 codes[V_STEPS / 2][4];
+#pragma unroll
+    for (int i = 0; i < V_STEPS / 2; i++) ldmatrix_x4_trans(codes[i], values + i * 32);
+#pragma unroll
+    for (int i = 0; i < V_STEPS; i++) {
+      const u32 first = codes[i / 2][i % 2 * 2], last = codes[i / 2][i % 2 * 2 + 1];
+      const Operand even = even_columns(first, last), odd = odd_columns(first, last);
+      v[i][0] = even.b0, v[i][1] = even.b1, v[i][2] = odd.b0, v[i][3] = odd.b1;
+    }
+  }
 }
 
 // Brings the output to the bases of the weights, which hardly ever differ from those of the tile before.
@@ -812,10 +748,10 @@ DEVICE int finish_values(const VerifyParams& p, const Output& output, u32 smem) 
       const bool exists = first + row < place.rows.end;
       const float factor = ld_shared_f32(smem + Smem::RECIPROCALS + row * 4);
       if (OUT_DTYPE == PARTIAL_DTYPE || !is_partial(p, part))
-        store_half<OUT_DTYPE>(result_row<OUT_DTYPE>(p, r, first + row, part) + column * element_bytes<OUT_DTYPE>(),
-                              exists, lane % 4, output.o[m], h, factor);
+        store_half<OUT_DTYPE, FP8>(result_row<OUT_DTYPE>(p, r, first + row, part) + column * element_bytes<OUT_DTYPE>(),
+                                   exists, lane % 4, output.o[m], h, factor);
       else
-        store_half<PARTIAL_DTYPE>(
+        store_half<PARTIAL_DTYPE, FP8>(
             result_row<PARTIAL_DTYPE>(p, r, first + row, part) + column * element_bytes<PARTIAL_DTYPE>(), exists,
             lane % 4, output.o[m], h, factor);
     }
@@ -824,43 +760,32 @@ DEVICE int finish_values(const VerifyParams& p, const Output& output, u32 smem) 
 
 // Returns the block's next item.
 DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
-  constexpr int AHEAD = STAGES + CODE_STAGES;
   const Source source = make_source(p, piece);
   // Read anew, so that nothing of it is kept from item to item.
   const u32 thread = thread_idx_anew(), lane = thread % WARP;
   const u32 fragments = keep_in_register(smem + lane * 16);
   // Transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
   const u32 values = keep_in_register(smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 +
-                                      (thread / WARP - SCORE_WARPS) * (LATENT_BYTES / VALUE_WARPS));
+                                      (thread / WARP - SCORE_WARPS) * ((FP8 ? DL : LATENT_BYTES) / VALUE_WARPS));
   i32 page_id = 0;  // of the next tile to copy; found one refill before it is used
   {
     const Share share = copy_share();
-    i32 first[AHEAD];
+    i32 first[STAGES];
     copy_q(p, piece.rows, smem);
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) first[i] = find_page(p, source, i * TILE, share.row);
+    for (int i = 0; i < STAGES; i++) first[i] = find_page(p, source, i * TILE, share.row);
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) prefetch_tile(p, source, i * TILE, share, first[i]);
+    for (int i = 0; i < STAGES; i++) prefetch_tile(p, source, i * TILE, share, first[i]);
     cp_async_wait_all();
     block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
     if constexpr (FP8) scale_q(p, smem);
-    block_sync();  // orders the reads of q before the KV copies that overwrite it
-    if constexpr (FP8) {
+    block_sync();                     // orders the reads of q before the KV copies that overwrite it
+    if constexpr (FP8) block_sync();  // orders the barriers' initialisation before their uses
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++) {
-        const int ready = i - CODE_STAGES;
-        if (ready >= 0 && ready * TILE < source.end)
-          convert_tile(p, source, smem, ready * STAGE_BYTES, ready % CODE_STAGES * CODE_BYTES, ready * TILE);
-        copy_codes(p, source, smem, i % CODE_STAGES * CODE_BYTES, i * TILE,
-                   source_row(p, source, i * TILE, first[i], share));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < AHEAD; i++)
-        if (i * TILE < source.end)
-          copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
-    }
-    if constexpr (!FP8) page_id = find_page(p, source, AHEAD * TILE, share.row);
+    for (int i = 0; i < STAGES; i++)
+      if (i * TILE < source.end)
+        copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
+    page_id = find_page(p, source, STAGES * TILE, share.row);
   }
   Output output;
 #pragma unroll
@@ -869,15 +794,14 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     for (int i = 0; i < O_TILES; i++)
       output.o[m][i][0] = output.o[m][i][1] = output.o[m][i][2] = output.o[m][i][3] = 0.0f;
 
-  u32 stage = 0, code_stage = STAGES % max_int(CODE_STAGES, 1) * CODE_BYTES;
+  u32 stage = 0;
 #pragma unroll 1
   for (i32 token = 0; token < source.end; token += TILE, stage = next_stage(stage)) {
     const u32 full = smem + Smem::RING + stage + Smem::FULL, empty = full + Smem::EMPTY - Smem::FULL;
     const u32 handover = smem + Smem::HANDOVER + handover_of(token);
     u32 v[V_STEPS][4], weights[2][4];
     mbarrier_wait(full, stage_parity(token));  // orders the copies before the reads
-#pragma unroll
-    for (int i = 0; i < V_STEPS; i++) ldmatrix_x4_trans(v[i], values + stage + i * 32);
+    load_values(values + stage, v);
     mbarrier_wait(handover + Smem::READY, handover_parity(token));  // orders the score warps' writes before the reads
     const u32x4 raised = ld_shared_u32x4(handover + Smem::RAISED);
     load_weights(weights[0], fragments + handover_of(token), 0);
@@ -891,39 +815,6 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     load_weights(weights[1], fragments + handover_of(token), 3);
     warp_sync();  // orders the lanes' reads of the weights before the arrival
     if (fragments == smem) mbarrier_arrive(handover + Smem::TAKEN);
-    if constexpr (FP8) {
-      static_assert(!FP8 || UNITS == 2 * (ROW_TILES - 2) + 1, "a unit after each half of the last row tiles");
-      const i32 converted = token + STAGES * TILE, copied = converted + CODE_STAGES * TILE;
-      // New rows leave no registers for conversions beside products.
-      if (NEW_KV || converted >= source.end) {
-        multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
-        multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
-      }
-      if (converted >= source.end) continue;
-      mbarrier_wait(empty, stage_parity(token));  // orders all reads of the tile before the writes
-      const Conversion c = begin_conversion(load_source(source, smem), smem, code_stage, converted);
-      // Each unit between products, which others' products hold up.
-      u32x2 unit = load_unit(c, 0);
-#pragma unroll
-      for (int i = 0; i < UNITS; i++) {
-        const int row_tile = 2 + i / 2;
-        if (NEW_KV || i == UNITS - 1)
-          ;
-        else if (i % 2 == 0)
-          multiply_p_v<0, V_STEPS / 2>(output.o[row_tile % ROW_TILES], weights[i / 2 % 2], v);
-        else
-          multiply_p_v<V_STEPS / 2, V_STEPS>(output.o[row_tile % ROW_TILES], weights[i / 2 % 2], v);
-        const u32x2 next = i < UNITS - 1 ? load_unit(c, i + 1) : u32x2{0, 0};
-        store_unit(p, c, smem + Smem::RING + stage, i, unit);
-        unit = next;
-      }
-      page_id = (i32)ld_shared_u32(id_in_ring(smem, code_stage, copy_share().row));
-      end_conversion(full);
-      const Source anew = load_source(source, smem);
-      copy_codes(p, anew, smem, code_stage, copied, source_row(p, anew, copied, page_id, copy_share()));
-      code_stage = next_code_stage(code_stage);
-      continue;
-    }
     // The stage takes the tile that is STAGES ahead. What is copied is also waited for, so no copy is in flight when
     // the block ends.
     const i32 tile_token = token + STAGES * TILE;
@@ -940,8 +831,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     page_id = find_page(p, load_source(source, smem), tile_token + TILE, copy_share().row);
     multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
   }
-  if constexpr (FP8) cp_async_wait_all();  // nothing is in flight any more
-  all_sync();                              // orders the reciprocal sums before the reads
+  all_sync();  // orders the reciprocal sums before the reads
   return finish_values(p, output, smem);
 }
 
@@ -963,6 +853,7 @@ DEVICE int attend_item(const VerifyParams& p, int item) {
   const int next = attend(p, make_piece(r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles), item);
   block_sync();  // orders this item's reads of shared memory before the next item's writes
   retire_barriers(shared_base());
+  if constexpr (FP8) block_sync();  // orders that before the next item's copies of q, which take the barriers' memory
   return next;
 }
 

@@ -168,6 +168,8 @@ class RowClass:
         Whether it does attention over lists of slots.
     takes_plans : bool
         Whether it follows schedules made on the device.
+    takes_new_kv : bool
+        Whether the last tokens may come from `new_kv`.
     small_pages : float
         How many times as long a tile takes where it may lie in several pages and every block reads from memory.
     """
@@ -180,6 +182,7 @@ class RowClass:
     least_capability: tuple[int, int] = (8, 0)
     takes_lists: bool = True
     takes_plans: bool = True
+    takes_new_kv: bool = True
     small_pages: float = 1.0
 
 
@@ -221,24 +224,25 @@ FP8_ROW_CLASSES: Final = {
         RowClass(
             NARROW_E4M3,
             start_us=5.6,
-            tile_clocks=1330,
-            counts=TileCounts(136, 32, 11_520, 9_344, 4, 0),
+            tile_clocks=1305,
+            counts=TileCounts(136, 34, 10_496, 9_344, 4, 0),
             blocks_per_sm=2,
         ),
         RowClass(
             NARROW_32_E4M3,
             start_us=6.6,
-            tile_clocks=2510,
-            counts=TileCounts(272, 32, 40_448, 9_472, 8, 0),
+            tile_clocks=2000,
+            counts=TileCounts(272, 32, 29_200, 9_472, 8, 0),
             blocks_per_sm=2,
             takes_lists=False,
         ),
         RowClass(
             ROLES_E4M3,
             start_us=8.2,
-            tile_clocks=1850,
-            counts=TileCounts(544, 104, 90_640, 9_280, 16, 404),
+            tile_clocks=1515,
+            counts=TileCounts(544, 52, 61_968, 9_216, 16, 404),
             takes_lists=False,
+            takes_new_kv=False,
         ),
     ),
     "fp8_ds_mla": (
@@ -361,6 +365,7 @@ def choose(
     row_tile: int | None = None,
     is_sparse: bool = False,
     is_planned: bool = False,
+    has_new_kv: bool = False,
     page_size: int = 64,
     kv_dtype: str = "bfloat16",
     speed: Speed | None = None,
@@ -389,6 +394,8 @@ def choose(
         Whether each query token has a list of its slots.
     is_planned : bool
         Whether the schedule is made on the device.
+    has_new_kv : bool
+        Whether the last tokens come from `new_kv`.
     page_size : int
         Tokens of a page.
     kv_dtype : str
@@ -418,7 +425,11 @@ def choose(
     if not allowed:
         known = ", ".join(str(c.config.rows) for c in row_classes(kv_dtype))
         raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
-    fitting = [c for c in fitting_classes(device, is_sparse, kv_dtype) if c in allowed and c.takes_plans >= is_planned]
+    fitting = [
+        c
+        for c in fitting_classes(device, is_sparse, kv_dtype, has_new_kv)
+        if c in allowed and c.takes_plans >= is_planned
+    ]
     if not fitting:
         least = min(c.config.shared_bytes(kv_dtype) for c in allowed if c.blocks_per_sm == 1)
         raise TileError(
@@ -507,7 +518,9 @@ def usable_splits(num_splits: int, max_kv_len: int) -> int:
     return _ceil(tiles, _ceil(tiles, most))
 
 
-def fitting_classes(device: Device, is_sparse: bool = False, kv_dtype: str = "bfloat16") -> list[RowClass]:
+def fitting_classes(
+    device: Device, is_sparse: bool = False, kv_dtype: str = "bfloat16", has_new_kv: bool = False
+) -> list[RowClass]:
     """List the configurations that `choose` takes on a device: as many blocks of each as it counts on fit an SM.
 
     Parameters
@@ -517,9 +530,12 @@ def fitting_classes(device: Device, is_sparse: bool = False, kv_dtype: str = "bf
         Whether each query token has a list of its slots.
     kv_dtype : str
         What the cache holds.
+    has_new_kv : bool
+        Whether the last tokens come from `new_kv`.
     """
     capability = parse_arch(device.arch)[0]
-    allowed = [c for c in row_classes(kv_dtype) if capability >= c.least_capability and c.takes_lists >= is_sparse]
+    allowed = [c for c in row_classes(kv_dtype) if c.takes_lists >= is_sparse and c.takes_new_kv >= has_new_kv]
+    allowed = [c for c in allowed if capability >= c.least_capability]
     return [c for c in allowed if occupancy_blocks(c.config.shared_bytes(kv_dtype), device) >= c.blocks_per_sm]
 
 

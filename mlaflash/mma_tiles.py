@@ -205,7 +205,7 @@ class MmaNarrowConfig:
     step_tiles : int
         Tiles that a group takes at once, 1 or, over a cache of 8 bits, 2.
     row_tiles : int
-        Row tiles of 16 of a block, 1 or, over a cache of 8 bits, 2.
+        Row tiles of 16 of a block, 1 or, over a cache of e4m3, 2, of which each warp of a group weighs a quarter.
     column_warps : int
         Warps of a group, each with its share of the columns: 4 or, over a cache of e4m3, 2.
     shared_steps : int
@@ -240,6 +240,10 @@ class MmaNarrowConfig:
             raise TileError(
                 f"row_tiles is {self.row_tiles} and step_tiles {self.step_tiles}; each must be 1 or 2, and not both 2. "
                 "Use 1 and 1, or for a cache of 8 bits 1 and 2 or 2 and 1."
+            )
+        if self.row_tiles == 2 and self.exchange_buffers != 1:
+            raise TileError(
+                f"row_tiles is 2 and exchange_buffers {self.exchange_buffers}; two row tiles have one buffer. Use 1."
             )
         if self.column_warps not in (2, 4) or (self.column_warps == 2 and self.row_tiles * self.step_tiles > 1):
             raise TileError(
@@ -292,8 +296,9 @@ class MmaNarrowConfig:
         """Bytes of the warps' rings, each a quarter of a KV row wide and with page ids, of partial scores, and of q."""
         ring = self.stages * self.step_tiles * TILE * (_slice_pitch(kv_dtype, self.column_warps) + 4)
         scores = self.exchange_buffers * self.row_tiles * self.step_tiles * TILE * TILE * 4
-        q = self.column_warps * (self.shared_steps * self.row_tiles + self.row_tiles - 1) * TILE * TILE * 2
-        return self.threads // _WARP * (ring + scores) + q
+        q = self.column_warps * self.shared_steps * self.row_tiles * 512
+        handover = self.kv_groups * (self.row_tiles * 512 + self.rows * 8 + 16) if self.row_tiles == 2 else 0
+        return self.threads // _WARP * (ring + scores) + q + handover
 
     def as_dict(self) -> dict[str, int]:
         """Return the constants, and `nsplit` where it is set."""
@@ -310,7 +315,7 @@ NARROW_E4M3: Final = MmaNarrowConfig(exchange_buffers=1, column_warps=2, shared_
 """Row tiles of 16 over a cache of e4m3, two blocks an SM: 49,664 bytes."""
 
 NARROW_32_E4M3: Final = MmaNarrowConfig(kv_groups=1, stages=3, exchange_buffers=1, row_tiles=2, shared_steps=1)
-"""Row tiles of 32 over a cache of e4m3, two blocks an SM: 42,752 bytes."""
+"""Row tiles of 32 over a cache of e4m3, two blocks an SM: 42,000 bytes."""
 
 NARROW_DS_MLA: Final = MmaNarrowConfig(stages=3, exchange_buffers=1)
 """Row tiles of 16 over rows of 656 bytes, one block an SM: 77,312 bytes."""
@@ -328,8 +333,6 @@ class MmaRolesConfig:
         Of the 18 steps through a score warp's half of q, those that stay in shared memory for want of registers.
     lookahead : int
         Operand loads that a score warp issues ahead of the products that use them.
-    code_stages : int
-        Tiles in the ring that a cache of 8 bits comes through, from which the other one is filled; 0 for 16 bits.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -345,18 +348,12 @@ class MmaRolesConfig:
     stages: int = 4
     shared_steps: int = 4
     lookahead: int = 2
-    code_stages: int = 0
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
-        if self.code_stages == 0 and self.stages not in (4, 8):
+        if self.stages not in (4, 8):
             raise TileError(f"stages is {self.stages}; it must be 4 or 8, because q passes through four. Use 4.")
-        if self.code_stages < 0 or self.stages < 3:
-            raise TileError(
-                f"code_stages is {self.code_stages} and stages {self.stages}; a cache of 8 bits takes at least 1 "
-                "and 3. Use 1 and 3."
-            )
         if not 0 <= self.shared_steps <= 5:
             raise TileError(f"shared_steps is {self.shared_steps}; it must be 0 to 5. Use 4.")
         if self.lookahead not in (1, 2):
@@ -380,12 +377,11 @@ class MmaRolesConfig:
         return 12 * _WARP
 
     def defines(self) -> dict[str, int]:
-        """Return STAGES, SHARED_STEPS, LOOKAHEAD and CODE_STAGES."""
+        """Return STAGES, SHARED_STEPS and LOOKAHEAD."""
         return {
             "STAGES": self.stages,
             "SHARED_STEPS": self.shared_steps,
             "LOOKAHEAD": self.lookahead,
-            "CODE_STAGES": self.code_stages,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
@@ -393,8 +389,8 @@ class MmaRolesConfig:
         stage = TILE * _ROW_PITCH + 16
         exchange = 4 * 1024
         ring = self.stages * stage + exchange
-        if self.code_stages:
-            ring = max(ring + self.code_stages * TILE * D, self.rows // 16 * stage)
+        if kv_dtype in FP8_CODES:
+            ring = max(self.stages * (TILE * (D + 16) + 16) + exchange, self.rows * _ROW_PITCH)
         q = 4 * self.shared_steps * 1024
         handover = 2 * (4 * 512 + 512)
         rows = self.rows * (4 + 8)
@@ -408,8 +404,8 @@ class MmaRolesConfig:
 ROWS_64_ROLES: Final = MmaRolesConfig()
 """Row tiles of 64: 101,344 bytes, 168 registers."""
 
-ROLES_E4M3: Final = MmaRolesConfig(stages=3, shared_steps=5, code_stages=1)
-"""Row tiles of 64 over a cache of e4m3: 101,344 bytes, 168 registers."""
+ROLES_E4M3: Final = MmaRolesConfig(shared_steps=5)
+"""Row tiles of 64 over a cache of e4m3: 101,280 bytes, 168 registers."""
 
 MmaKernelConfig: TypeAlias = MmaNarrowConfig | MmaRolesConfig | MmaWideConfig
 """Constants of any of these kernels."""

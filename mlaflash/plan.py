@@ -165,6 +165,7 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
             capacity.max_kv_len,
             device,
             is_planned=True,
+            has_new_kv=capacity.new_kv,
             page_size=capacity.page_size,
             kv_dtype=capacity.kv_dtype,
         )
@@ -187,7 +188,7 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
             "chosen."
         )
     config = replace(config, nsplit=None)
-    check_cache(config, capacity.kv_dtype)
+    check_cache(config, capacity.kv_dtype, has_new_kv=capacity.new_kv)
     check_shared(config, device, capacity.kv_dtype)
     row_tiles = max(1, -(-capacity.rows // config.rows))
     blocks_per_sm = cost.blocks_per_sm(config, device, capacity.kv_dtype)

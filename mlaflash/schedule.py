@@ -153,7 +153,7 @@ def plan(
         return _plan_deterministic(problem, device, kernel, tiles)
     config = _choose(kernel, tiles, problem, device)
     _check_kernel(config.kernel, problem)
-    check_cache(config, problem.kv_dtype)
+    check_cache(config, problem.kv_dtype, has_new_kv=problem.new_kv is not None)
     check_shared(config, device, problem.kv_dtype)
     if isinstance(config, NaiveConfig):
         return _plan_naive(problem, config)
@@ -184,38 +184,42 @@ def check_fp8(kv_dtype: str, device: Device) -> None:
         )
 
 
-def check_cache(config: KernelConfig, kv_dtype: str) -> None:
-    """Refuse constants that are for caches of the other width.
+def check_cache(config: KernelConfig, kv_dtype: str, *, has_new_kv: bool) -> None:
+    """Refuse constants that are for other caches.
 
     Parameters
     ----------
     config : KernelConfig
     kv_dtype : str
         What the cache holds.
+    has_new_kv : bool
+        Whether the last q_len tokens come from `new_kv`.
 
     Raises
     ------
     TileError
         With the constant and what is allowed.
+    UnsupportedError
+        The kernel does not take `new_kv` beside such a cache.
     """
     is_fp8 = kv_dtype in FP8_CODES
     if isinstance(config, MmaNarrowConfig):
         for name, usual, takes in (
             ("step_tiles", 1, is_fp8),
-            ("row_tiles", 1, is_fp8),
+            ("row_tiles", 1, kv_dtype == "float8_e4m3"),
             ("column_warps", 4, kv_dtype == "float8_e4m3"),
         ):
             value = getattr(config, name)
             if value != usual and not takes:
-                caches = "of float8_e4m3" if name == "column_warps" else "of 8 bits"
+                caches = "of 8 bits" if name == "step_tiles" else "of float8_e4m3"
                 raise TileError(
                     f"{name} is {value} and kv_cache is {kv_dtype}; other than {usual} is for caches {caches}. "
                     f"Use {usual}."
                 )
-    if isinstance(config, MmaRolesConfig) and (config.code_stages > 0) != is_fp8:
-        raise TileError(
-            f"code_stages is {config.code_stages} and kv_cache is {kv_dtype}; it is 0 for caches of 16 bits alone. "
-            f"Use {int(is_fp8)}."
+    if isinstance(config, MmaRolesConfig) and is_fp8 and has_new_kv:
+        raise UnsupportedError(
+            f"kernel 'mma_roles' does not take new_kv beside a {kv_dtype} cache; mma_narrow does. Leave kernel and "
+            "tiles out."
         )
 
 
@@ -276,7 +280,8 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
         Packed rows of a block, where they are given. Those that nothing is known of for such a cache take the splits
         of what is chosen.
     """
-    if row_tile not in {c.config.rows for c in cost.row_classes(problem.kv_dtype)}:
+    has_new_kv = problem.new_kv is not None
+    if row_tile not in {c.config.rows for c in cost.row_classes(problem.kv_dtype) if c.takes_new_kv >= has_new_kv}:
         row_tile = None
     rows = max(1, problem.max_q_len * problem.num_heads)
     partial_bytes = 4 if problem.out_dtype == "float32" else 2
@@ -292,6 +297,7 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
         partial_bytes=partial_bytes,
         row_tile=row_tile,
         is_sparse=problem.is_sparse,
+        has_new_kv=has_new_kv,
         page_size=problem.page_size,
         kv_dtype=problem.kv_dtype,
     )

@@ -238,7 +238,7 @@ def call_launches(shape: VerifyShape, device: Device) -> tuple[Launch, ...]:
     chosen = schedule.plan(shape.problem(), device).config
     configs: list[Any] = [chosen] if isinstance(chosen, TileConfig) else []
     if shape.dtype != "float32":
-        configs += [c.config for c in cost.fitting_classes(device, kv_dtype=shape.stored)]
+        configs += [c.config for c in cost.fitting_classes(device, kv_dtype=shape.stored, has_new_kv=shape.new_kv)]
         if shape.stored == shape.dtype:
             configs += tuned.configs(device)
     # Splits of few rows and of many are merged in other ways; no way is for numbers of rows between alone.

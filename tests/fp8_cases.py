@@ -46,6 +46,13 @@ CASES = [
     replace(BASE, name="negative-scale", sm_scale=-SCALE),
     replace(BASE, name="pairs", paired=True),
 ]
+JUDGED = [
+    (kv_dtype, kernel, replace(case, kv_dtype=kv_dtype))
+    for kv_dtype, kernel in READERS
+    for case in CASES
+    if not (kernel == "mma_roles" and case.new_kv)
+]
+"""Each of them with each case that it takes."""
 
 
 def judge(result: tuple[Any, Any], arguments: dict[str, Any], case: Case) -> None:

@@ -162,9 +162,6 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
         "e4m3": lambda: verify(FP8, NARROW_E4M3, splits=1),
         "e4m3, two tiles a step": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, step_tiles=2), splits=1),
         "e4m3, two row tiles": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, row_tiles=2), splits=1),
-        "ds_mla, two row tiles": lambda: verify(
-            DS_MLA, MmaNarrowConfig(stages=3, exchange_buffers=1, row_tiles=2, shared_steps=3), splits=1
-        ),
         "e4m3 plan": lambda: planned(replace(PLANNED, kv_dtype="float8_e4m3", new_kv=True), NARROW_E4M3, 1),
         "e4m3, several tiles of new rows": lambda: verify(
             replace(FP8, q_lens=(70,), kv_lens=(90,), heads=1), NARROW_E4M3, splits=1
@@ -185,8 +182,8 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
     "mma_roles": {
         "call": lambda: verify(BASE, ROWS_64_ROLES, splits=1),
         "plan": lambda: planned(PLANNED, ROWS_64_ROLES, 1),
-        "e4m3": lambda: verify(FP8, ROLES_E4M3, splits=1),
-        "e4m3 plan": lambda: planned(replace(PLANNED, kv_dtype="float8_e4m3", new_kv=True), ROLES_E4M3, 1),
+        "e4m3": lambda: verify(replace(FP8, new_kv=False), ROLES_E4M3, splits=1),
+        "e4m3 plan": lambda: planned(replace(PLANNED, kv_dtype="float8_e4m3"), ROLES_E4M3, 1),
     },
     "plan": {
         "few pieces": lambda: planned(MANY, NARROW, 2),

@@ -28,7 +28,7 @@ from mlaflash.device import Device
 from mlaflash.errors import CacheMissError, MissingDependencyError
 from mlaflash.interop import numpy_view
 from mlaflash.jit import CompiledKernel, cached, compile_cached, sources
-from mlaflash.lab.check import CheckResult
+from mlaflash.lab.check import CheckResult, takes
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.presets import cases
 from mlaflash.lab.space import SPACES
@@ -38,7 +38,7 @@ from mlaflash.lab.variants import form as form_of
 from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_32_RUNS, ROWS_64, ROWS_64_ROLES
 from mlaflash.params import FP8_CODES
 from mlaflash.problem import Problem
-from mlaflash.schedule import FP8_KERNELS, KERNELS, MMA_KERNELS, plan
+from mlaflash.schedule import KERNELS, MMA_KERNELS, plan
 from mlaflash.tiles import KernelConfig, TileConfig, dtype_defines
 
 CHECK_KEYS = {"kernel", "case", "dtype", "max_abs", "max_rel", "tolerance", "passed"}
@@ -477,8 +477,7 @@ def test_every_form_that_a_call_asks_for_is_compiled(arch: str) -> None:
                 arguments["kv_cache"] = tuple(np.ascontiguousarray(part) for part in arguments["kv_cache"])
             problem = Problem.from_arrays(numpy_view, out_dtype=out_dtype, **arguments)
             plans = [plan(problem, device)]
-            able = [kernel for kernel in KERNELS if dtype != "float32" or kernel not in MMA_KERNELS]
-            plans += [plan(problem, device, kernel=kernel) for kernel in FP8_KERNELS.get(kv_dtype, able)]
+            plans += [plan(problem, device, kernel=kernel) for kernel in KERNELS if takes(kernel, case)]
             for max_kv_len in (400, 4000) if kv_dtype is None else ():
                 plans.append(plan(dataclasses.replace(problem, max_kv_len=max_kv_len), device, deterministic=True))
             for launch in itertools.chain(*(chosen.launches for chosen in plans)):

@@ -8,7 +8,7 @@ import pytest
 from mlaflash import Device, oracle
 from mlaflash.cost import FP8_ROW_CLASSES
 from mlaflash.emulator import mla_verify
-from mlaflash.errors import EmulatorError, TileError
+from mlaflash.errors import EmulatorError, TileError, UnsupportedError
 from mlaflash.jit import compile_kernel
 from mlaflash.lab.inputs import KV_SCALE, Case, build
 from mlaflash.masks import TreeMask
@@ -18,7 +18,6 @@ from mlaflash.mma_tiles import (
     NARROW_E4M3,
     ROLES_E4M3,
     MmaNarrowConfig,
-    MmaRolesConfig,
     feature_defines,
 )
 from mlaflash.tiles import dtype_defines
@@ -34,11 +33,11 @@ NORM = 5e-4
 BUILDS = {
     "narrow": (E4M3, NARROW_E4M3),
     "narrow-groups": (E4M3, MmaNarrowConfig(2, 3, 2, 1)),
-    "narrow-halves": (E4M3, MmaNarrowConfig(2, 2, 1, 1, 1, 2, 6)),
+    "narrow-steps": (E4M3, MmaNarrowConfig(1, 2, 1, 2)),
     "narrow-32": (E4M3, NARROW_32_E4M3),
+    "narrow-32-groups": (E4M3, MmaNarrowConfig(2, 3, 1, 1, 2, shared_steps=1)),
     "roles": (E4M3, ROLES_E4M3),
     "narrow-ds": (DS_MLA, NARROW_DS_MLA),
-    "narrow-ds-32": (DS_MLA, MmaNarrowConfig(stages=3, exchange_buffers=1, row_tiles=2, shared_steps=3)),
 }
 
 
@@ -109,10 +108,15 @@ def test_new_rows_are_as_precise_as_q(name, dtype, mask):
     case = replace(
         BASE, q_lens=(3, 17, 2), kv_lens=(148, 50, 2), kv_dtype=kv_dtype, dtype=dtype, mask=mask, new_kv=True
     )
-    check(build(replace(case, paired=kv_dtype == E4M3), 3), config, splits=2)
+    arguments = build(replace(case, paired=kv_dtype == E4M3), 3)
+    if config.kernel == "mma_narrow":
+        check(arguments, config, splits=2)
+    else:
+        with pytest.raises(UnsupportedError, match="does not take new_kv beside a float8_e4m3 cache; mma_narrow does"):
+            run(arguments, config)
 
 
-@pytest.mark.parametrize("name", ["narrow", "roles", "narrow-ds-32"])
+@pytest.mark.parametrize("name", ["narrow", "narrow-32", "roles", "narrow-ds"])
 @pytest.mark.parametrize("logit_cap", [0.5, 30.0])
 def test_soft_cap(name, logit_cap):
     kv_dtype, config = BUILDS[name]
@@ -164,7 +168,7 @@ def test_scales_of_the_cache(name, kv_scale):
 
 
 @pytest.mark.parametrize("kind", ["small", "large", "any", "one in seven", "of tokens that nobody heeds"])
-@pytest.mark.parametrize("name", ["narrow-ds", "narrow-ds-32"])
+@pytest.mark.parametrize("name", ["narrow-ds"])
 def test_scales_of_tokens(name, kind):
     """Weights times scales fit float16 whatever the scales are, and what counts is not lost."""
     _, config = BUILDS[name]
@@ -238,7 +242,8 @@ def test_schedules_give_the_same_bits(kv_build):
 def test_many_schedules_are_free_of_races(kv_build, seed):
     kv_dtype, config = kv_build
     case = replace(BASE, q_lens=(9, 1), kv_lens=(130, 17), mask="tree", page_size=(1, 16)[seed % 2], kv_dtype=kv_dtype)
-    check(build(replace(case, new_kv=seed % 3 == 0), seed), config, splits=1 + seed % 3, seed=seed)
+    case = replace(case, new_kv=seed % 3 == 0 and config.kernel == "mma_narrow")
+    check(build(case, seed), config, splits=1 + seed % 3, seed=seed)
 
 
 def test_shared_memory_is_what_the_kernel_uses(kv_build, monkeypatch):
@@ -282,6 +287,8 @@ def test_it_compiles_without_spills(name, arch):
 @pytest.mark.parametrize("planned", [False, True])
 def test_every_build_compiles_without_spills(name, types, features, planned, arch):
     kv_dtype, config = SHIPPED[name]
+    soft_cap, has_new_kv, is_split_kv = features
+    features = (soft_cap, has_new_kv and config.kernel == "mma_narrow", is_split_kv)
     extra = {"PLANNED_ROWS": config.rows} if planned else {}
     assert_no_spills(kv_dtype, config, types, features, extra, arch)
 
@@ -293,12 +300,11 @@ def assert_no_spills(kv_dtype, config, types, features, extra, arch):
     assert compiled.registers * config.threads <= 65_536
 
 
-@pytest.mark.parametrize("wrong", [{"stages": 2, "code_stages": 1}, {"stages": 3, "code_stages": -1}])
-def test_stages_that_mma_roles_is_not_built_for_are_refused(wrong):
-    with pytest.raises(TileError, match="stages"):
-        MmaRolesConfig(**wrong)
-
-
 def test_steps_of_three_tiles_are_refused():
     with pytest.raises(TileError, match="step_tiles is 3"):
         MmaNarrowConfig(step_tiles=3)
+
+
+def test_two_row_tiles_have_one_exchange_buffer():
+    with pytest.raises(TileError, match="row_tiles is 2 and exchange_buffers 2"):
+        MmaNarrowConfig(row_tiles=2)

@@ -147,10 +147,6 @@ constexpr int RUNS = MLAFLASH_RUNS;
 #ifdef MLAFLASH_SHARED_STEPS
 constexpr int SHARED_STEPS = MLAFLASH_SHARED_STEPS;
 #endif
-// mma_roles: tiles in the ring of 8-bit ones, 0 for a cache of 16 bits.
-#ifdef MLAFLASH_CODE_STAGES
-constexpr int CODE_STAGES = MLAFLASH_CODE_STAGES;
-#endif
 
 // Tensor-core kernels. SOFT_CAP 1: logit_cap is positive. NEW_KV 1: new_kv_c and new_k_pe hold the last q_len tokens.
 #ifdef MLAFLASH_SOFT_CAP

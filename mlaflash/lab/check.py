@@ -153,7 +153,7 @@ def labels(kernels: Sequence[str], nsplit: int | None, cases: Sequence[Case]) ->
 
 
 def takes(label: str, case: Case) -> bool:
-    """Whether a kernel does a problem, by its element types and lists.
+    """Whether a kernel does a problem, by its element types, lists and new rows.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def takes(label: str, case: Case) -> bool:
     if case.topk and label == "mma_roles":
         return False
     if case.kv_dtype is not None:
-        return label in FP8_KERNELS[case.kv_dtype]
+        return label in FP8_KERNELS[case.kv_dtype] and not (case.new_kv and label == "mma_roles")
     return label not in MMA_KERNELS or case.dtype != "float32"
 
 

@@ -315,7 +315,7 @@ def _fixed(rng: Rng, *, is_sparse: bool = False) -> _Fixed:
         tiles=tiles,
         deterministic=deterministic,
         logit_cap=float(rng.choice((0.0, 0.0, 0.5, 30.0))),
-        new_kv=bool(rng.random() < 0.3),
+        new_kv=bool(rng.random() < 0.3) and not (kv_dtype and kernel == "mma_roles"),
         paired=bool(rng.random() < 0.3),
     )
 

@@ -269,6 +269,17 @@ def _corners(*, heads: int, sm_scale: float) -> list[Case]:
             addressing="dense",
         ),
         Case(
+            name=f"tree-two-arrays-h{heads}-bfloat16-float8_e4m3",
+            q_lens=(1, 3, 2),
+            kv_lens=(18, 2, 17),
+            heads=heads,
+            sm_scale=sm_scale,
+            page_size=16,
+            kv_dtype="float8_e4m3",
+            mask="tree",
+            paired=True,
+        ),
+        Case(
             name=f"new-tokens-apart-h{heads}-bfloat16-float8_e4m3",
             q_lens=(1, 3, 2),
             kv_lens=(18, 2, 17),

@@ -62,12 +62,13 @@ class Space:
         Makes the kernel's configuration of one value for each axis, by name, some or all left out.
     axes : tuple of Axis
     is_built : callable
-        Whether the kernel can be compiled for a point, given by the names of the axes; others are passed over.
+        Whether the kernel can be compiled for a point, given by the names of the axes, and a cache; others are passed
+        over.
     """
 
     config: Callable[..., KernelConfig]
     axes: tuple[Axis, ...]
-    is_built: Callable[[Mapping[str, int]], bool] = lambda _: True
+    is_built: Callable[[Mapping[str, int], str], bool] = lambda *_: True
 
     def candidates(
         self, device_kind: str, chosen: Mapping[str, Sequence[int]], kv_dtype: str = "bfloat16"
@@ -96,7 +97,7 @@ class Space:
             lists.append(chosen.get(axis.name, values))
         for values in itertools.product(*lists):
             point = {axis.name: value for axis, value in zip(self.axes, values, strict=True)}
-            if self.is_built(point):
+            if self.is_built(point, kv_dtype):
                 yield self.config(**point)
 
     def change(self, config: KernelConfig, chosen: Mapping[str, int]) -> KernelConfig:
@@ -131,12 +132,14 @@ SPACES: Final[dict[str, Space]] = {
             Axis("stages", (2, 3, 4), (2, 3), "KV tiles in the ring."),
             Axis("exchange_buffers", (1, 2), (1, 2), "Buffers for the scores that warps exchange."),
             Axis("step_tiles", (1,), (1,), "KV tiles that a group takes at once, 2 of 8 bits.", fp8_values=(1, 2)),
-            Axis("row_tiles", (1,), (1,), "Row tiles of 16 of a block, 2 over 8 bits.", fp8_values=(1, 2)),
+            Axis("row_tiles", (1,), (1,), "Row tiles of 16 of a block, 2 over e4m3.", fp8_values=(1, 2)),
             Axis("shared_steps", (0,), (0,), "Steps of a warp's part of q in shared memory.", fp8_values=(0, 1, 3)),
             _MMA_SPLITS,
         ),
-        lambda point: (
-            point["step_tiles"] * point["row_tiles"] <= 2 and (point["row_tiles"] == 2 or point["shared_steps"] == 0)
+        lambda point, kv_dtype: (
+            point["shared_steps"] == 0
+            if point["row_tiles"] == 1
+            else kv_dtype == "float8_e4m3" and point["step_tiles"] == point["exchange_buffers"] == 1
         ),
     ),
     "mma_wide": Space(
@@ -150,7 +153,7 @@ SPACES: Final[dict[str, Space]] = {
             Axis("runs", (1, 2), (1,), "Runs of KV tiles that a block takes side by side."),
             _MMA_SPLITS,
         ),
-        lambda point: (
+        lambda point, _: (
             point["row_groups"] * point["column_warps"] in (4, 8)
             and point["row_groups"] * point["column_warps"] * point["runs"] <= 8
             and point["stages"] >= point["row_groups"]
@@ -160,10 +163,9 @@ SPACES: Final[dict[str, Space]] = {
     "mma_roles": Space(
         MmaRolesConfig,
         (
-            Axis("stages", (4, 8), (4,), "KV tiles in the ring.", fp8_values=(3, 4)),
+            Axis("stages", (4, 8), (4,), "KV tiles in the ring."),
             Axis("shared_steps", (3, 4, 5), (4,), "Steps of a score warp's part of q that stay in shared memory."),
             Axis("lookahead", (1, 2), (1, 2), "Operand loads ahead of the products."),
-            Axis("code_stages", (0,), (0,), "KV tiles of 8 bits in the ring before it.", fp8_values=(1, 2)),
             _MMA_SPLITS,
         ),
     ),

@@ -322,6 +322,8 @@ def _calls(
                         continue  # nothing that a user could do about it
                     if kernel not in MMA_KERNELS and (soft_cap or new_kv or split_kv):
                         continue  # run-time arguments there
+                    if kernel == "mma_roles" and is_fp8 and new_kv:
+                        continue  # refused
                     space = SPACES.get(kernel)
                     shipped = _shipped(kernel, problem, device)
                     if not shipped and not sparse:  # by its name alone
@@ -371,7 +373,9 @@ def _problem(
 def _shipped(kernel: str, problem: Problem, device: Device) -> list[KernelConfig | None]:
     """List the constants that a call chooses; None where there are none to choose."""
     if kernel in MMA_KERNELS:
-        chosen = [c.config for c in cost.fitting_classes(device, problem.is_sparse, kv_dtype=problem.kv_dtype)]
+        has_new_kv = problem.new_kv is not None
+        fitting = cost.fitting_classes(device, problem.is_sparse, problem.kv_dtype, has_new_kv)
+        chosen = [c.config for c in fitting]
         chosen += [] if problem.is_sparse or problem.is_fp8 else tuned.configs(device)
         return [config for config in dict.fromkeys(chosen) if config.kernel == kernel]
     return [plan(problem, device, kernel=kernel).config] if SPACES[kernel].axes else [None]
