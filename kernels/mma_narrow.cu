@@ -434,11 +434,7 @@ DEVICE void partial_scores_fp8(const Query& q, const Warp& w, u32 stage, const f
                                float (&s)[ROW_TILES][STEP_TILES][2][4]) {
   constexpr int LOADS = (CODE_LOADS + ROPE_LOADS) * STEP_TILES;
   // Two sums where an mma would wait for the one before it.
-#ifdef MLAFLASH_TRY_ONE_CHAIN
-  constexpr int CHAINS = 1;
-#else
   constexpr int CHAINS = ROW_TILES * STEP_TILES == 1 ? 2 : 1;
-#endif
   float sums[CHAINS][ROW_TILES][STEP_TILES][2][4] = {};
   u32 k[CODES_AHEAD + 1][4];
   const u32 keys = w.values + stage;

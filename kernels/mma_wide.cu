@@ -2,15 +2,13 @@
 // request over one split of its KV, and reads every KV row once for all of them.
 //
 // Grid:   x = ceil(max_q_len * H / (16 * ROW_GROUPS)) row tiles, y = split, z = request; PLANNED x = work_blocks.
-// Block:  32 * ROW_GROUPS * COLUMN_WARPS * RUNS threads.
-// Shared: RUNS * (STAGES * 18,704 + ROW_GROUPS * COLUMN_WARPS * 2,048) + 144 bytes (struct Smem).
+// Block:  32 * ROW_GROUPS * COLUMN_WARPS threads.
+// Shared: STAGES * 18,704 + ROW_GROUPS * COLUMN_WARPS * 2,048 + 144 bytes (struct Smem).
 // Idea:   Keys and values are one tile of 16 tokens in a ring that cp.async fills. A warp owns 16 rows x one column
 //         warp's share of the 576 dims of q (in registers) and of the 512 output columns; the column warps of a row
 //         group add their partial scores through shared memory and all compute the same weights, which never leave
 //         registers. The tensor cores get q K of tile n and P V of tile n - 1 as one stream: P V waits for nothing, and
-//         fills the gaps that the chain of additions leaves in q K. With two RUNS a block is two of these side by side,
-//         each with half of the KV tiles and a ring of its own, which merge at the end: one block an SM hides latency
-//         as two do, with half as many splits to write and to merge.
+//         fills the gaps that the chain of additions leaves in q K.
 // Source: warp layout of FlashAttention-2 (Dao, arXiv:2307.08691, section 3.3), turned to split the reduction dim as
 //         well, which V = K[:, :512] invites.
 #include "mma.cuh"
@@ -19,7 +17,6 @@ static_assert(!DETERMINISTIC, "mma_narrow computes the rows that are to be the s
 
 constexpr int WARPS = ROW_GROUPS * COLUMN_WARPS;
 constexpr int THREADS = WARPS * WARP;
-constexpr int BLOCK_THREADS = RUNS * THREADS;  // WARPS and THREADS are those of a run of KV tiles
 constexpr int ROWS = ROW_GROUPS * 16;
 
 constexpr int ROW_BYTES = D * 2;
@@ -32,11 +29,11 @@ constexpr int V_STEPS = DL / 16 / COLUMN_WARPS;  // 16-column pieces of a warp's
 constexpr int O_TILES = DL / 8 / COLUMN_WARPS;
 constexpr int STREAM = K_STEPS > V_STEPS ? K_STEPS : V_STEPS;
 
-constexpr int COPY_LANES = 16;                                   // lanes that copy one KV row
-constexpr int COPY_ROWS = TILE / (THREADS / COPY_LANES);         // rows that such a half-warp copies
-constexpr int MASK_WORDS = 32;                                   // of mask columns, so tail_len <= 1,024
-constexpr int SCORE_BYTES = WARP * 16;                           // one 16 x 8 piece of scores of a warp
-constexpr int EXCHANGE_BUFFER = RUNS * WARPS * 2 * SCORE_BYTES;  // partial scores of a tile
+constexpr int COPY_LANES = 16;                            // lanes that copy one KV row
+constexpr int COPY_ROWS = TILE / (THREADS / COPY_LANES);  // rows that such a half-warp copies
+constexpr int MASK_WORDS = 32;                            // of mask columns, so tail_len <= 1,024
+constexpr int SCORE_BYTES = WARP * 16;                    // one 16 x 8 piece of scores of a warp
+constexpr int EXCHANGE_BUFFER = WARPS * 2 * SCORE_BYTES;  // partial scores of a tile
 
 constexpr int Q_STAGE = STAGES - ROW_GROUPS;  // q passes through this one and those behind it
 
@@ -44,13 +41,11 @@ static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows o
 static_assert(REFILL_AT >= 0 && REFILL_AT <= STREAM, "the refill interrupts the stream of products");
 static_assert(STAGES >= 3, "two tiles are in use, one at least must be in flight");
 static_assert(ROW_GROUPS <= STAGES, "q passes through the ring, 16 rows a stage");
-static_assert(RUNS == 1 || (RUNS == 2 && !PLANNED), "two runs exchange halves of their columns");
 static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
 
 struct Smem {
   static constexpr u32 RING = 0;                                  // [STAGES]: tile [16][PITCH], before it q; mbarriers
-  static constexpr u32 RING_BYTES = STAGES * STAGE_BYTES;         // of each run
-  static constexpr u32 EXCHANGE = RING + RUNS * RING_BYTES;       // float32 [2][RUNS * WARPS][2][32][4] partial scores
+  static constexpr u32 EXCHANGE = RING + STAGES * STAGE_BYTES;    // float32 [2][WARPS][2][32][4] partial scores
   static constexpr u32 COLUMNS = EXCHANGE + 2 * EXCHANGE_BUFFER;  // u32 [MASK_WORDS] mask columns that any row sees
   static constexpr u32 TAIL_BEGIN = COLUMNS + MASK_WORDS * 4;     // i32: the mask columns begin here
   static constexpr u32 ITEM = TAIL_BEGIN + 4;                     // i32, PLANNED: what the block works on
@@ -90,28 +85,23 @@ DEVICE Position next_position(const Position& at) {
 
 // --- the lane's place ----------------------------------------------------------------------------------------------
 
-// Threads and warps are counted from the first of their run.
-DEVICE int run_idx() { return RUNS == 1 ? 0 : thread_idx() / THREADS; }
-DEVICE int run_thread_idx() { return RUNS == 1 ? thread_idx() : thread_idx() % THREADS; }
-DEVICE int run_warp_idx() { return run_thread_idx() / WARP; }
-
 struct Warp {
-  // Uniform: row_group owns rows 16 * row_group ..., those of later runs follow; column its share of dims and columns.
-  u32 row_group, column;
-  u32 keys, values;  // address of the lane's ldmatrix row in stage 0
+  u32 row_group, column;  // uniform: row_group owns rows 16 * row_group ..., column its share of dims and columns
+  u32 keys, values;       // address of the lane's ldmatrix row in stage 0
 };
 
-DEVICE Warp locate(u32 ring) {
+DEVICE Warp locate(u32 smem) {
   Warp w;
   const u32 lane = lane_idx(), warp = make_uniform(warp_idx());
   w.row_group = warp / COLUMN_WARPS;
   w.column = warp % COLUMN_WARPS;
   // Keys: matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the
   // B fragments of the two token octets, in neighbouring registers as the tensor cores want them.
-  w.keys = keep_in_register(ring + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 +
+  w.keys = keep_in_register(smem + Smem::RING + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16 +
                             w.column * (ROW_BYTES / COLUMN_WARPS));
   // Values, transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
-  w.values = keep_in_register(ring + lane % 16 * PITCH + lane / 16 * 16 + w.column * (LATENT_BYTES / COLUMN_WARPS));
+  w.values = keep_in_register(smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 +
+                              w.column * (LATENT_BYTES / COLUMN_WARPS));
   return w;
 }
 
@@ -131,7 +121,7 @@ struct Source {
 DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles) {
   const int masked_from = min_int(max_int(first_masked_tile(p, r, rows), tiles.begin), tiles.end);
   Source s;
-  s.thread = keep_in_register(run_thread_idx());
+  s.thread = keep_in_register(thread_idx());
   s.id_bytes = p.wide_ids ? 8 : 4;
   const u64 ids = (u64)p.page_ids + r.id_begin * s.id_bytes;
   s.ids = (const u8*)((u64)make_uniform((u32)(ids >> 32)) << 32 | make_uniform((u32)ids));
@@ -193,10 +183,10 @@ DEVICE bool is_seen(const Source& s, u32 smem, i32 token, Slot slot) {
 
 // The lane's part of copying the tile that begins at `tile_token`, and its arrival on the full barrier for when that
 // has landed.
-DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 ring, u32 stage_offset, i32 tile_token,
+DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, i32 tile_token,
                       const Slot (&slots)[COPY_ROWS]) {
   const Share share = copy_share(s.thread);
-  const u32 stage = ring + stage_offset;
+  const u32 stage = smem + Smem::RING + stage_offset;
 #pragma unroll
   for (int i = 0; i < COPY_ROWS; i++) {
     const i32 token = tile_token + share.row + i;
@@ -214,34 +204,34 @@ DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 ring
 
 // --- before the first tile -----------------------------------------------------------------------------------------
 
-DEVICE void init_barriers(u32 ring) {
-  if (run_thread_idx() != 0) return;
+DEVICE void init_barriers(u32 smem) {
+  if (thread_idx() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
-    mbarrier_init(ring + stage * STAGE_BYTES + Smem::FULL, THREADS);
-    mbarrier_init(ring + stage * STAGE_BYTES + Smem::EMPTY, WARPS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, THREADS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, WARPS);
   }
 }
 
 // Their memory may be written again.
-DEVICE void retire_barriers(u32 ring) {
-  if (run_thread_idx() != 0) return;
+DEVICE void retire_barriers(u32 smem) {
+  if (thread_idx() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
-    mbarrier_inval(ring + stage * STAGE_BYTES + Smem::FULL);
-    mbarrier_inval(ring + stage * STAGE_BYTES + Smem::EMPTY);
+    mbarrier_inval(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL);
+    mbarrier_inval(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY);
   }
 }
 
 // Starts the copies of q, 16 rows a stage from Q_STAGE on. Rows past the last one are zeros.
-DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 ring) {
+DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   constexpr int ROWS_PER_WARP = ROWS / WARPS;
-  const int begin = run_warp_idx() * ROWS_PER_WARP, chunk = lane_idx() * 16;
+  const int begin = warp_idx() * ROWS_PER_WARP, chunk = lane_idx() * 16;
   int head = (rows.first + begin) % p.num_heads;
   int token = rows.q_first + (rows.first % p.num_heads + begin) / p.num_heads;
 #pragma unroll
   for (int i = 0; i < ROWS_PER_WARP; i++) {
     const int row = begin + i;
     const u32 bytes = rows.first + row < rows.end ? 16 : 0;
-    const u32 dst = ring + (Q_STAGE + row / 16) * STAGE_BYTES + row % 16 * PITCH + chunk;
+    const u32 dst = smem + Smem::RING + (Q_STAGE + row / 16) * STAGE_BYTES + row % 16 * PITCH + chunk;
     const u8* nope = q_nope_row(p, token, head) + chunk;
     cp_async_16_zfill(dst, nope, bytes);
     cp_async_16_zfill(dst + 512, nope + 512, bytes);
@@ -262,10 +252,10 @@ DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTi
 }
 
 // A fragments of the warp's 16 rows and its share of the dims.
-DEVICE void load_q(u32 (&q)[K_STEPS][4], const VerifyParams& p, u32 ring, const Warp& w) {
+DEVICE void load_q(u32 (&q)[K_STEPS][4], const VerifyParams& p, u32 smem, const Warp& w) {
   const int lane = lane_idx();
-  const u32 addr = ring + (Q_STAGE + (RUNS == 1 ? w.row_group : w.row_group % ROW_GROUPS)) * STAGE_BYTES +
-                   w.column * (ROW_BYTES / COLUMN_WARPS) + lane % 16 * PITCH + lane / 16 * 16;
+  const u32 addr = smem + Smem::RING + (Q_STAGE + w.row_group) * STAGE_BYTES + w.column * (ROW_BYTES / COLUMN_WARPS) +
+                   lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
   for (int k = 0; k < K_STEPS; k++) {
     ldmatrix_x4(q[k], addr + k * 32);
@@ -337,7 +327,6 @@ DEVICE void exchange_scores(float (&s)[2][4], u32 smem, const Warp& w, u32 lane,
 
 struct Block {
   u32 smem;
-  u32 ring;     // of the run; uniform
   float scale;  // of the exponents; uniform
   Warp warp;
   Source source;
@@ -364,8 +353,7 @@ DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4]) {
   const Request& r = place.request;
   const RowTile rows = row_tile(p, r, place.row_tile * ROWS, ROWS);
   const int thread = thread_idx_anew();
-  const int row_group = RUNS == 1 ? thread / WARP / COLUMN_WARPS : thread / WARP / COLUMN_WARPS % ROW_GROUPS;
-  const int row = rows.first + row_group * 16 + thread % WARP / 4;
+  const int row = rows.first + thread / WARP / COLUMN_WARPS * 16 + thread % WARP / 4;
   u32 bits[2];
 #pragma unroll
   for (int h = 0; h < 2; h++)
@@ -375,7 +363,7 @@ DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4]) {
 
 // SPARSE_IDS: listed_bits() of the step's tile, from the ids that came with its rows.
 DEVICE u32 listed_tokens(const Block& b, u32 lane) {
-  const u32 row = b.ring + b.at.scores.offset + lane % TILE * PITCH;
+  const u32 row = b.smem + Smem::RING + b.at.scores.offset + lane % TILE * PITCH;
   return listed_bits(ld_shared_u32(row + Smem::ID), b.at.token + lane % TILE, b.source.end);
 }
 
@@ -386,8 +374,8 @@ DEVICE void refill(const VerifyParams& p, Block& b) {
   const Stage spare = b.at.spare;
   if (tile_token < b.source.end) {
     // Orders every warp's reads of tile n - 2 before the copies over it.
-    mbarrier_wait(b.ring + spare.offset + Smem::EMPTY, spare.parity);
-    copy_tile(p, b.source, b.smem, b.ring, spare.offset, tile_token, b.slots);
+    mbarrier_wait(b.smem + Smem::RING + spare.offset + Smem::EMPTY, spare.parity);
+    copy_tile(p, b.source, b.smem, spare.offset, tile_token, b.slots);
   }
   find_slots(b.slots, p, b.source, tile_token + TILE);
 }
@@ -398,7 +386,7 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state) {
   Fragments f;
   const Position at = b.at;
   const u32 keys = b.warp.keys + at.scores.offset, values = b.warp.values + at.values.offset;
-  const u32 ring = b.ring;
+  const u32 ring = b.smem + Smem::RING;
   const u32 full = ring + at.scores.offset + Smem::FULL;
   if (SCORES) mbarrier_wait(full, at.scores.parity);  // orders the copies of tile n before its reads
 #pragma unroll
@@ -445,8 +433,8 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   constexpr int DIRECT = Q_STAGE;  // tiles whose stages are free of q; where a mask may hide tokens they wait as well
   const i32 first = b.at.token;
   Slot slots[AHEAD][COPY_ROWS] = {};
-  init_barriers(b.ring);
-  copy_q(p, rows, b.ring);
+  init_barriers(b.smem);
+  copy_q(p, rows, b.smem);
   if constexpr (DIRECT > 0) cp_async_commit();
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) find_slots(slots[i], p, b.source, first + i * TILE);
@@ -455,8 +443,7 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
     block_sync();  // orders the barriers' initialisation before the arrivals of copies
     if (are_unmasked) {
 #pragma unroll
-      for (int i = 0; i < DIRECT; i++)
-        copy_tile(p, b.source, b.smem, b.ring, i * STAGE_BYTES, first + i * TILE, slots[i]);
+      for (int i = 0; i < DIRECT; i++) copy_tile(p, b.source, b.smem, i * STAGE_BYTES, first + i * TILE, slots[i]);
     }
     cp_async_commit();
   }
@@ -469,137 +456,69 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
     cp_async_wait_all();
   block_sync();  // orders the barriers' initialisation, the mask columns, the item and the copies of q before their
                  // uses
-  load_q(state.q, p, b.ring, b.warp);
+  load_q(state.q, p, b.smem, b.warp);
   block_sync();  // orders the reads of q before the KV copies that overwrite it
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (first + i * TILE < b.source.end && (i >= DIRECT || !are_unmasked))
-      copy_tile(p, b.source, b.smem, b.ring, i * STAGE_BYTES, first + i * TILE, slots[i]);
+      copy_tile(p, b.source, b.smem, i * STAGE_BYTES, first + i * TILE, slots[i]);
   find_slots(b.slots, p, b.source, first + AHEAD * TILE);
 #pragma unroll
   for (int i = 0; i < O_TILES; i++) state.o[i][0] = state.o[i][1] = state.o[i][2] = state.o[i][3] = 0.0f;
   state.softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
 }
 
-// Half of o and the softmax state of a run's warp, for the same warp of the other run: in the run's ring, two warps a
-// stage, beside its mbarriers.
-constexpr int HALF_TILES = O_TILES / 2;
-constexpr u32 HALF_BYTES = (HALF_TILES + 1) * SCORE_BYTES;
-static_assert(RUNS == 1 || (2 * HALF_BYTES <= Smem::FULL && WARPS <= 2 * STAGES), "halves of o fit the rings");
-
-DEVICE void send_half(u32 mine, int run, const State& state) {
-#pragma unroll
-  for (int i = 0; i < HALF_TILES; i++) {
-    const float (&lower)[4] = state.o[i], (&upper)[4] = state.o[i + HALF_TILES];
-    st_shared_f32x4(mine + i * SCORE_BYTES, {run ? lower[0] : upper[0], run ? lower[1] : upper[1],
-                                             run ? lower[2] : upper[2], run ? lower[3] : upper[3]});
-  }
-  const Softmax& softmax = state.softmax;
-  st_shared_f32x4(mine + HALF_TILES * SCORE_BYTES, {softmax.base[0], softmax.sum[0], softmax.base[1], softmax.sum[1]});
-}
-
-DEVICE void merge_half(u32 other, int run, State& state, float (&merged)[HALF_TILES][4]) {
-  Softmax& softmax = state.softmax;
-  const f32x4 sent = ld_shared_f32x4(other + HALF_TILES * SCORE_BYTES);
-  const float other_base[2] = {sent.x, sent.z}, other_sum[2] = {sent.y, sent.w};
-  float own_factor[2], other_factor[2];
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const float base = max_f32(softmax.base[h], other_base[h]);
-    own_factor[h] = ex2(softmax.base[h] - finite_base(base));
-    other_factor[h] = ex2(other_base[h] - finite_base(base));
-    softmax.base[h] = base;
-    softmax.sum[h] = softmax.sum[h] * own_factor[h] + other_sum[h] * other_factor[h];
-  }
-#pragma unroll
-  for (int i = 0; i < HALF_TILES; i++) {
-    const f32x4 v = ld_shared_f32x4(other + i * SCORE_BYTES);
-    const float received[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float own = run ? state.o[i + HALF_TILES][e] : state.o[i][e];
-      merged[i][e] = own * own_factor[e / 2] + received[e] * other_factor[e / 2];
-    }
-  }
-}
-
 // Returns the block's next item.
-DEVICE int finish(const VerifyParams& p, u32 smem, State& state) {
+DEVICE int finish(const VerifyParams& p, u32 smem, const State& state) {
   const Place place = find_place(p, smem);
-  if constexpr (RUNS == 1) {
-    const int warp = thread_idx_anew() / WARP;
-    store_results(p, place.request, place.part, place.row_tile * ROWS + warp / COLUMN_WARPS * 16,
-                  place.request.q_len * p.num_heads, warp % COLUMN_WARPS * (DL / COLUMN_WARPS), state.softmax, state.o);
-  } else {
-    const int thread = thread_idx_anew(), warp = thread / WARP % WARPS;
-    const int first = place.row_tile * ROWS + warp / COLUMN_WARPS * 16, end = place.request.q_len * p.num_heads;
-    const int column = warp % COLUMN_WARPS * (DL / COLUMN_WARPS);
-    const int run = thread / THREADS;
-    const u32 slots = smem + Smem::RING + warp / 2 * STAGE_BYTES + warp % 2 * HALF_BYTES + thread % WARP * 16;
-    float merged[HALF_TILES][4];
-    block_sync();  // orders all reads of the rings before the writes over them
-    send_half(slots + run * Smem::RING_BYTES, run, state);
-    block_sync();  // orders these writes before the other run's reads
-    merge_half(slots + (1 - run) * Smem::RING_BYTES, run, state, merged);
-    store_results(p, place.request, place.part, first, end, column + run * HALF_TILES * 8, state.softmax, merged);
-  }
+  const int warp = thread_idx_anew() / WARP;
+  store_results(p, place.request, place.part, place.row_tile * ROWS + warp / COLUMN_WARPS * 16,
+                place.request.q_len * p.num_heads, warp % COLUMN_WARPS * (DL / COLUMN_WARPS), state.softmax, state.o);
   return place.next;
 }
 
-// The part of a block's KV tiles that a run takes; none of the second one's may be left.
-DEVICE TileRange run_tiles(const TileRange& all) {
-  if constexpr (RUNS == 1) return all;
-  const int middle = (all.begin + all.end + 1) / 2;
-  return run_idx() == 0 ? TileRange{all.begin, middle} : TileRange{middle, all.end};
-}
-
 // One row tile over a run of KV tiles, of which there is one at least. Returns the block's next item.
-DEVICE int attend(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& all, int item) {
-  const TileRange range = run_tiles(all);
+DEVICE int attend(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& range, int item) {
   Block b;
   b.smem = shared_base();
-  b.ring = b.smem + Smem::RING;
-  if constexpr (RUNS > 1) b.ring = make_uniform(b.ring + run_idx() * Smem::RING_BYTES);
   b.scale = as_f32(make_uniform(as_u32(exponent_scale(p))));
-  b.warp = locate(b.ring);
+  b.warp = locate(b.smem);
   b.source = make_source(p, r, rows, range);
   b.at = first_position(make_uniform(range.begin * TILE));
   if (PLANNED && thread_idx() == 0) st_shared_u32(b.smem + Smem::ITEM, (u32)item);
   State state;
   start(p, r, rows, b, state);
-  if (RUNS == 1 || b.at.token < b.source.end) {
-    step<true, false>(p, b, state);
+  step<true, false>(p, b, state);
 #pragma unroll 1
-    while (b.at.token < b.source.end) step<true, true>(p, b, state);
-    step<false, true>(p, b, state);
-  }
+  while (b.at.token < b.source.end) step<true, true>(p, b, state);
+  step<false, true>(p, b, state);
   return finish(p, b.smem, state);
 }
 
 DEVICE int attend_item(const VerifyParams& p, int item) {
   const WorkItem w = load_work_item(p, item);
   if (w.tiles.begin == w.tiles.end) {
-    if (w.request != -1) store_empty_item<BLOCK_THREADS>(p, w);
+    if (w.request != -1) store_empty_item<THREADS>(p, w);
     return w.next;
   }
   const Request r = request_of(w);
   const int next = attend(p, r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles, item);
   block_sync();  // orders this item's reads of shared memory before the next item's writes
-  retire_barriers(shared_base() + Smem::RING);
+  retire_barriers(shared_base());
   return next;
 }
 
-KERNEL(mlaflash_mma_wide, BLOCK_THREADS, 1) {
+KERNEL(mlaflash_mma_wide, THREADS, 1) {
   if constexpr (PLANNED) {
 #pragma unroll 1
     for (int item = block_idx_x(); item >= 0;) item = make_uniform(attend_item(p, item));
   } else {
     const Request r = load_request(p, block_idx_z());
-    store_padding<BLOCK_THREADS>(p, r);
+    store_padding<THREADS>(p, r);
     const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
     if (rows.end <= rows.first) return;
     const TileRange range = split_tiles(p, r, rows, block_idx_y());
-    if (range.begin == range.end) return store_empty<BLOCK_THREADS>(p, r, 0, rows.first, rows.end);
+    if (range.begin == range.end) return store_empty<THREADS>(p, r, 0, rows.first, rows.end);
     attend(p, r, rows, range, 0);
   }
   launch_dependents();

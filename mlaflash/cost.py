@@ -31,7 +31,6 @@ from mlaflash.mma_tiles import (
     ROLES_E4M3,
     ROWS_32,
     ROWS_32_PAIR,
-    ROWS_32_RUNS,
     ROWS_64,
     ROWS_64_ROLES,
     TILE,
@@ -166,8 +165,6 @@ class RowClass:
         Of GPUs that it is chosen for: on older ones it takes more registers than a thread has.
     takes_lists : bool
         Whether it does attention over lists of slots.
-    takes_plans : bool
-        Whether it follows schedules made on the device.
     takes_new_kv : bool
         Whether the last tokens may come from `new_kv`.
     small_pages : float
@@ -181,7 +178,6 @@ class RowClass:
     blocks_per_sm: int = 1
     least_capability: tuple[int, int] = (8, 0)
     takes_lists: bool = True
-    takes_plans: bool = True
     takes_new_kv: bool = True
     small_pages: float = 1.0
 
@@ -195,15 +191,6 @@ ROW_CLASSES: Final = (
         tile_clocks=2087,
         counts=TileCounts(272, 136, 8_192, 18_432, 4, 132),
         blocks_per_sm=2,
-    ),
-    RowClass(
-        ROWS_32_RUNS,
-        # Fitted to 32 requests of 8,192 tokens, by what two blocks of one run take there and over one request: only the
-        # sum of start and tiles was measured.
-        start_us=12.0,
-        tile_clocks=993,
-        counts=TileCounts(272, 136, 8_192, 18_432, 4, 132),
-        takes_plans=False,
     ),
     RowClass(
         ROWS_64_ROLES,
@@ -364,7 +351,6 @@ def choose(
     max_splits: int = combine.MAX_SPLITS,
     row_tile: int | None = None,
     is_sparse: bool = False,
-    is_planned: bool = False,
     has_new_kv: bool = False,
     page_size: int = 64,
     kv_dtype: str = "bfloat16",
@@ -392,8 +378,6 @@ def choose(
         Packed rows of a block, where they are given; None chooses.
     is_sparse : bool
         Whether each query token has a list of its slots.
-    is_planned : bool
-        Whether the schedule is made on the device.
     has_new_kv : bool
         Whether the last tokens come from `new_kv`.
     page_size : int
@@ -425,11 +409,7 @@ def choose(
     if not allowed:
         known = ", ".join(str(c.config.rows) for c in row_classes(kv_dtype))
         raise InvalidArgumentError(f"row_tile is {row_tile}; there are row tiles of {known}. Use one of them, or None.")
-    fitting = [
-        c
-        for c in fitting_classes(device, is_sparse, kv_dtype, has_new_kv)
-        if c in allowed and c.takes_plans >= is_planned
-    ]
+    fitting = [c for c in fitting_classes(device, is_sparse, kv_dtype, has_new_kv) if c in allowed]
     if not fitting:
         least = min(c.config.shared_bytes(kv_dtype) for c in allowed if c.blocks_per_sm == 1)
         raise TileError(

@@ -91,9 +91,6 @@ class MmaWideConfig:
         Operand loads that a warp issues ahead of the products that use them.
     refill_at : int
         Which of a warp's ``36 / column_warps`` steps through the dims of a tile is interrupted to refill the ring.
-    runs : int
-        Runs of KV tiles that a block takes side by side, each with as many warps and a ring: 1, or with four warps 2,
-        which plans do not take.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -111,7 +108,6 @@ class MmaWideConfig:
     stages: int = 4
     lookahead: int = 1
     refill_at: int = 9
-    runs: int = 1
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
@@ -123,10 +119,6 @@ class MmaWideConfig:
             )
         if self.stages not in (4, 5, 8) or self.stages < self.row_groups:
             raise TileError(f"stages is {self.stages}; it must be 4, 5 or 8, and no less than row_groups. Use 4.")
-        if self.runs not in (1, 2) or self.runs * self.row_groups * self.column_warps > 8:
-            raise TileError(
-                f"runs is {self.runs}; it must be 1, or with four warps (row_groups 2 and column_warps 2) 2. Use 1."
-            )
         if self.lookahead not in (1, 2, 3):
             raise TileError(f"lookahead is {self.lookahead}; it must be 1, 2 or 3. Use 1 for 64 rows, 3 for 32.")
         if not 0 <= self.refill_at <= 36 // self.column_warps:
@@ -150,22 +142,21 @@ class MmaWideConfig:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return _WARP * self.row_groups * self.column_warps * self.runs
+        return _WARP * self.row_groups * self.column_warps
 
     def defines(self) -> dict[str, int]:
-        """Return ROW_GROUPS, COLUMN_WARPS, STAGES, LOOKAHEAD, REFILL_AT and RUNS."""
+        """Return ROW_GROUPS, COLUMN_WARPS, STAGES, LOOKAHEAD and REFILL_AT."""
         return {
             "ROW_GROUPS": self.row_groups,
             "COLUMN_WARPS": self.column_warps,
             "STAGES": self.stages,
             "LOOKAHEAD": self.lookahead,
             "REFILL_AT": self.refill_at,
-            "RUNS": self.runs,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
         """Bytes of the ring with its barriers, of two buffers of partial scores, and of the mask columns."""
-        ring = self.runs * self.stages * (TILE * _ROW_PITCH + 16)
+        ring = self.stages * (TILE * _ROW_PITCH + 16)
         exchange = 2 * self.threads * 2 * 16
         return ring + exchange + MAX_TAIL_LEN // 8 + 16
 
@@ -182,9 +173,6 @@ ROWS_32: Final = MmaWideConfig(row_groups=2, column_warps=4, lookahead=3, refill
 
 ROWS_32_PAIR: Final = MmaWideConfig(row_groups=2, column_warps=2, refill_at=5)
 """Row tiles of 32 in blocks of four warps, two on an SM where its shared memory holds them: not within an sm_120's."""
-
-ROWS_32_RUNS: Final = MmaWideConfig(row_groups=2, column_warps=2, stages=5, refill_at=9, runs=2)
-"""The same as one block of two runs: 203,568 bytes. It has half as many splits to merge, and longer to start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from mlaflash.interop import ArrayView, dtype_name, to_host
 from mlaflash.mask_formats import words_per_row
 from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
-from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaKernelConfig, MmaWideConfig, feature_defines
+from mlaflash.mma_tiles import MAX_TAIL_LEN, MmaKernelConfig, feature_defines
 from mlaflash.params import DL, FP8_CODES, MASK_CODES, new_params, numpy_dtype
 from mlaflash.problem import (
     MAX_KV_LEN,
@@ -164,7 +164,6 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
             max(capacity.max_batch, 1),
             capacity.max_kv_len,
             device,
-            is_planned=True,
             has_new_kv=capacity.new_kv,
             page_size=capacity.page_size,
             kv_dtype=capacity.kv_dtype,
@@ -181,11 +180,6 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
         raise UnsupportedError(
             f"tiles are those of {config.kernel}, which does not read a {capacity.kv_dtype} cache; "
             f"{fp8_kernels(capacity.kv_dtype)}. Leave tiles out to have them chosen."
-        )
-    if isinstance(config, MmaWideConfig) and config.runs != 1:
-        raise UnsupportedError(
-            f"tiles have runs {config.runs}; a plan cuts the KV by itself and takes 1. Leave tiles out to have them "
-            "chosen."
         )
     config = replace(config, nsplit=None)
     check_cache(config, capacity.kv_dtype, has_new_kv=capacity.new_kv)

@@ -32,7 +32,6 @@ from mlaflash.mma_tiles import (
     NARROW_PAIR,
     ROLES_E4M3,
     ROWS_32,
-    ROWS_32_RUNS,
     ROWS_64,
     ROWS_64_ROLES,
     MmaNarrowConfig,
@@ -172,11 +171,8 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
     "mma_wide": {
         "64": lambda: verify(BASE, ROWS_64, splits=1),
         "32": lambda: verify(BASE, ROWS_32, splits=1),
+        "32, unmasked": lambda: verify(replace(BASE, q_lens=(4,), kv_lens=(350,), mask="none"), ROWS_32, splits=1),
         "lists": lambda: verify(LISTS, ROWS_32, splits=1),
-        "two runs": lambda: verify(BASE, ROWS_32_RUNS, splits=1, budget="sm_90"),
-        "two runs, unmasked": lambda: verify(
-            replace(BASE, q_lens=(4,), kv_lens=(350,), mask="none"), ROWS_32_RUNS, splits=1, budget="sm_90"
-        ),
         "plan": lambda: planned(PLANNED, ROWS_64, 1),
     },
     "mma_roles": {

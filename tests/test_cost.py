@@ -21,7 +21,7 @@ from mlaflash.cost import (
 )
 from mlaflash.device import Device, apply_budget, occupancy_blocks
 from mlaflash.errors import InvalidArgumentError, TileError
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_32_RUNS, ROWS_64, ROWS_64_ROLES
+from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES
 from mlaflash.params import row_bytes
 
 H200 = replace(Device.for_arch("sm_90"), name="NVIDIA H200")
@@ -83,9 +83,9 @@ def test_choices_and_times_are_near_what_was_measured(name):
         index = [c.config for c in ROW_CLASSES].index(chosen.config)
         if (index, chosen.num_splits) not in times:
             # The merge of these has changed since own limits were measured: such candidates are left out.
-            # Nor were two runs a block, which came later.
             assert name == "h200", "a choice that was not measured"
-            assert chosen.config is ROWS_32_RUNS or (8 < chosen.num_splits <= 32 and batch * rows >= 256)
+            assert 8 < chosen.num_splits <= 32
+            assert batch * rows >= 256
             continue
         regrets.append(times[index, chosen.num_splits] / min(times.values()) - 1)
         for (index, splits), us in times.items():
@@ -124,11 +124,9 @@ def test_64_rows_take_mma_wide_where_mma_roles_does_not_fit():
     assert choose(64, 32, 32_768, tight).config is ROWS_64
 
 
-def test_32_rows_take_two_runs_or_two_blocks_an_sm_where_they_fit():
+def test_32_rows_take_two_blocks_an_sm_where_they_fit():
     for kv_len in (8192, 32_768):
-        assert choose(32, 32, kv_len, H200).config is ROWS_32_RUNS
-        assert choose(32, 32, kv_len, H200, is_planned=True).config is ROWS_32_PAIR
-    assert occupancy_blocks(ROWS_32_RUNS.shared_bytes(), H200) == 1
+        assert choose(32, 32, kv_len, H200).config is ROWS_32_PAIR
     assert occupancy_blocks(ROWS_32_PAIR.shared_bytes(), H200) == 2
 
 

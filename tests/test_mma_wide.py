@@ -18,14 +18,14 @@ from mlaflash.jit.compiler import compile_kernel
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
 from mlaflash.masks import TreeMask
-from mlaflash.mma_tiles import ROWS_32, ROWS_32_RUNS, ROWS_64, MmaConfig, MmaWideConfig, feature_defines
+from mlaflash.mma_tiles import ROWS_32, ROWS_64, MmaConfig, MmaWideConfig, feature_defines
 from mlaflash.params import numpy_dtype
 from mlaflash.problem import Problem
 from mlaflash.schedule import Launch, Schedule, build_params, with_combine
 from mlaflash.tiles import KernelConfig, dtype_defines
 
 ROWS_32_FOUR_WARPS = MmaWideConfig(row_groups=2, column_warps=2)
-CONFIGS = {"64": ROWS_64, "32": ROWS_32, "32x4": ROWS_32_FOUR_WARPS, "runs": ROWS_32_RUNS}
+CONFIGS = {"64": ROWS_64, "32": ROWS_32, "32x4": ROWS_32_FOUR_WARPS}
 KIMI = 0.14468
 TOKEN_BYTES = 576 * 2
 
@@ -143,13 +143,6 @@ def test_result_is_the_oracles(name: str, splits: int) -> None:
     check(build(QUICK[name], seed=1), splits=splits, seed=splits)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_result_of_two_runs_is_the_oracles(name: str) -> None:
-    """Of one tile, the second run gets none."""
-    for splits in (1, 3):
-        check(build(QUICK[name], seed=2), ROWS_32_RUNS, splits=splits, seed=splits)
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_shape_of_block(config: str) -> None:
     check(build(case(mask="tree", q_lens=(9, 2), kv_lens=(100, 31)), 2), CONFIGS[config], splits=2)
@@ -244,7 +237,7 @@ def test_random_problems_and_schedules(seed: int) -> None:
 # --- what it reads -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", ["64", "32", "runs"])
+@pytest.mark.parametrize("config", ["64", "32"])
 def test_kv_is_read_once_for_each_row_tile(config: str) -> None:
     """And no row past the last token that a row tile sees, whatever the splits."""
     heads, q_len, kv_len = 8, 20, 150
@@ -311,8 +304,6 @@ def test_fits_the_smallest_budget(config: MmaWideConfig) -> None:
         {"stages": 2},
         {"lookahead": 0},
         {"refill_at": 19},
-        {"runs": 3},
-        {"runs": 2},
     ],
 )
 def test_constants_that_are_not_built_are_refused(constants: dict[str, int]) -> None:

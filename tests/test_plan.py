@@ -37,7 +37,7 @@ from mlaflash.lab.plan_inputs import (
     random_setup,
     random_step,
 )
-from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32_PAIR, ROWS_32_RUNS, ROWS_64, ROWS_64_ROLES, MmaNarrowConfig
+from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, MmaNarrowConfig
 from mlaflash.plan import check_capacity, choose_work, plan_launch, run_launches
 from mlaflash.problem import MAX_KV_LEN
 from mlaflash.tiles import TileConfig
@@ -975,7 +975,6 @@ def test_shared_memory_is_what_the_kernels_use(kernel: str, shared_bytes: int, m
             "tiles is TileConfig.*; a plan takes MmaNarrowConfig, MmaWideConfig",
         ),
         ({"tiles": MmaNarrowConfig(2, 3, 2)}, TileError, "101376|101,376"),
-        ({"tiles": ROWS_32_RUNS}, UnsupportedError, "tiles have runs 2; a plan .* takes 1"),
         (
             {"workspace": np.zeros(10, np.uint8)},
             ShapeError,

@@ -138,11 +138,6 @@ constexpr int LOOKAHEAD = MLAFLASH_LOOKAHEAD;
 constexpr int REFILL_AT = MLAFLASH_REFILL_AT;
 #endif
 
-// mma_wide: runs of KV tiles that a block takes side by side.
-#ifdef MLAFLASH_RUNS
-constexpr int RUNS = MLAFLASH_RUNS;
-#endif
-
 // mma_roles, mma_narrow: of a warp's steps through its dims of q, those that stay in shared memory.
 #ifdef MLAFLASH_SHARED_STEPS
 constexpr int SHARED_STEPS = MLAFLASH_SHARED_STEPS;

@@ -102,5 +102,5 @@ def _warps(config: MmaKernelConfig) -> tuple[int, ...]:
     """Return the warps that work on one tile, for each loop."""
     if isinstance(config, MmaRolesConfig):
         return 4, 8
-    groups = config.kv_groups if isinstance(config, MmaNarrowConfig) else config.runs
+    groups = config.kv_groups if isinstance(config, MmaNarrowConfig) else 1
     return (config.threads // 32 // groups,)

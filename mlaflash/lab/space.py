@@ -150,12 +150,10 @@ SPACES: Final[dict[str, Space]] = {
             Axis("stages", (4, 5, 8), (4,), "KV tiles in the ring."),
             Axis("lookahead", (1, 2, 3), (1, 2), "Operand loads ahead of the products."),
             Axis("refill_at", (3, 5, 9), (9,), "Step through the dims of a tile at which the ring is refilled."),
-            Axis("runs", (1, 2), (1,), "Runs of KV tiles that a block takes side by side."),
             _MMA_SPLITS,
         ),
         lambda point, _: (
             point["row_groups"] * point["column_warps"] in (4, 8)
-            and point["row_groups"] * point["column_warps"] * point["runs"] <= 8
             and point["stages"] >= point["row_groups"]
             and point["refill_at"] <= 36 // point["column_warps"]
         ),
