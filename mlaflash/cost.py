@@ -184,7 +184,7 @@ class RowClass:
 
 ROW_CLASSES: Final = (
     RowClass(NARROW, start_us=5.6, tile_clocks=806, counts=TileCounts(136, 68, 16_896, 18_688, 4, 0)),
-    RowClass(ROWS_32, start_us=5.9, tile_clocks=1366, counts=TileCounts(272, 136, 32_768, 18_432, 8, 264)),
+    RowClass(ROWS_32, start_us=5.7, tile_clocks=1366, counts=TileCounts(272, 136, 32_768, 18_432, 8, 264)),
     RowClass(
         ROWS_32_PAIR,
         start_us=6.9,
@@ -194,8 +194,8 @@ ROW_CLASSES: Final = (
     ),
     RowClass(
         ROWS_64_ROLES,
-        # Call after call it is 3 us less. Between other kernels, as in a model, its code has to come from memory.
-        start_us=11.0,
+        # Call after call it is 2.5 us less. Between other kernels, as in a model, its code has to come from memory.
+        start_us=10.5,
         tile_clocks=1564,
         counts=TileCounts(544, 104, 48_656, 18_432, 16, 404),
         least_capability=(9, 0),

@@ -2,9 +2,6 @@
 
 From what ``mlaflash sweep --suite verify --suite kimi --save-best TABLE --json`` printed, a file for each budget:
 ``python tests/candidates.py SWEEP.jsonl NAME``.
-
-Of those with an H200's own limits, the ones of 9 to 32 splits and 256 rows or more are left out: `combine` merges them
-another way since they were measured.
 """
 
 import json
