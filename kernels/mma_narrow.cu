@@ -99,7 +99,8 @@ struct Warp {
 
 DEVICE Warp locate(u32 smem) {
   Warp w;
-  w.lane = lane_idx();
+  // PLANNED two row tiles leave no registers for what is derived of it once for all items.
+  w.lane = PLANNED && ROW_TILES == 2 ? (int)keep_in_register(lane_idx()) : lane_idx();
   // The shuffle tells the compiler that the warp's number, and every branch on it, is the same for all lanes. Else it
   // guards each shuffle and waits for all loads before each guard.
   const int warp = (int)shfl_u32(warp_idx(), 0);
@@ -433,8 +434,9 @@ constexpr int CODES_AHEAD = IS_LARGE ? 1 : K_AHEAD;
 DEVICE void partial_scores_fp8(const Query& q, const Warp& w, u32 stage, const float (&token_scales)[STEP_TILES][2][2],
                                float (&s)[ROW_TILES][STEP_TILES][2][4]) {
   constexpr int LOADS = (CODE_LOADS + ROPE_LOADS) * STEP_TILES;
-  // Two sums where an mma would wait for the one before it.
-  constexpr int CHAINS = ROW_TILES * STEP_TILES == 1 ? 2 : 1;
+  // Two sums where an mma would wait for the one before it, and registers allow them.
+  constexpr bool IS_FULL = IS_LARGE && (SOFT_CAP || PLANNED);
+  constexpr int CHAINS = ROW_TILES * STEP_TILES == 1 && !IS_FULL ? 2 : 1;
   float sums[CHAINS][ROW_TILES][STEP_TILES][2][4] = {};
   u32 k[CODES_AHEAD + 1][4];
   const u32 keys = w.values + stage;
