@@ -120,7 +120,7 @@ def test_indices(run: Run) -> None:
                     assert out[(z * 2 + y) * 3 + x, t].tolist() == [t, x, y, z, 3, 2, 4, t % 32]
 
 
-GLOBAL_BYTES = [2, 4, 8, 4, 8, 16, 8, 16, 4, 4, 8, 16, 16, 4, 4, 2, 1, 8]
+GLOBAL_BYTES = [2, 4, 8, 4, 8, 16, 8, 16, 4, 4, 8, 16, 16, 4, 4, 2, 1, 8, 4, 8, 16]
 
 
 @pytest.mark.parametrize("variant", range(len(GLOBAL_BYTES)))

@@ -100,7 +100,7 @@ def test_a_plan_that_leaves_memory_behind_is_noticed(place: Place, monkeypatch: 
     class Plan(emulator.VerifyPlan):
         def __init__(self, **given: Any) -> None:
             super().__init__(**given)
-            kept.append(np.ones(3 * MIB, np.uint8))
+            kept.append(np.ones(12 * MIB, np.uint8))  # far above what a busy host gives back meanwhile
 
     place.plan = Plan
     monkeypatch.setattr(lab, "LIMITS", lab.LIMITS | {"host": 8 * MIB})

@@ -270,8 +270,8 @@ def _corners(*, heads: int, sm_scale: float) -> list[Case]:
         ),
         Case(
             name=f"tree-two-arrays-h{heads}-bfloat16-float8_e4m3",
-            q_lens=(1, 3, 2),
-            kv_lens=(18, 2, 17),
+            q_lens=(1, 3),
+            kv_lens=(18, 9),
             heads=heads,
             sm_scale=sm_scale,
             page_size=16,

@@ -83,6 +83,15 @@ DEVICE void global_copies(const VerifyParams& p) {
     case 17:
       st_global_u64(bytes_of(p.out, 8 * t), ld_global_u64(bytes_of(p.a, 8 * t)));
       break;
+    case 18:
+      st_global_f32(bytes_of(p.out, 4 * t), ld_global_volatile_f32(bytes_of(p.a, 4 * t)));
+      break;
+    case 19:
+      st_global_u32x2(bytes_of(p.out, 8 * t), ld_global_volatile_u32x2(bytes_of(p.a, 8 * t)));
+      break;
+    case 20:
+      st_global_f32x4(bytes_of(p.out, 16 * t), ld_global_volatile_f32x4(bytes_of(p.a, 16 * t)));
+      break;
   }
 }
 
