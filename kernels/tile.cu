@@ -278,14 +278,16 @@ DEVICE void store_heads(const VerifyParams& p, int token, int head_begin, const 
             acc[h][j] * inv_sum);
       if (column == 0) st_global_f32(p.lse + token * p.lse_stride_t + head * p.lse_stride_h, lse_out(p, lse));
     } else {
-      const i64 row = (i64)token * p.num_heads + head, partial_row = block_idx_y() * num_rows + row;
+      const i64 row = block_idx_y() * num_rows + (i64)token * p.num_heads + head;
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) {
         if (DETERMINISTIC && empty) break;  // combine loads nothing of it
-        store_element<PARTIAL_DTYPE>(element_ptr<PARTIAL_DTYPE>(p.partial_out, partial_row * DL + column + j),
+        store_element<PARTIAL_DTYPE>(element_ptr<PARTIAL_DTYPE>(p.partial_out, row * DL + column + j),
                                      acc[h][j] * inv_sum);
       }
-      if (column == 0) st_global_f32(p.partial_lse + row * p.num_splits + block_idx_y(), lse);
+      // The index fits 32 bits, as in mma.cuh.
+      if (column == 0)
+        st_global_f32(p.partial_lse + ((token * p.num_heads + head) * p.num_splits + block_idx_y()), lse);
     }
   }
 }
