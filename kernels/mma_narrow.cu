@@ -811,12 +811,9 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTi
       scale_scores(scales[0], unit, s[0]);
       publish_scores(w, buffer, s);
       add_scores(w, buffer, s);
-#pragma unroll
-      for (int t = 0; t < ROW_TILES; t++) {
-        cap_scores(s[t][0]);
-        mask_tile(p, r, rows, w, rows.first + t * TILE, tile, among, s[t][0]);
-        weigh_step(p, s[t], token_scales, unit, softmax[t], scales[t], o[t], weights[t]);
-      }
+      cap_scores(s[0][0]);
+      mask_tile(p, r, rows, w, rows.first, tile, among, s[0][0]);
+      weigh_step(p, s[0], token_scales, unit, softmax[0], scales[0], o[0], weights[0]);
     }
 #pragma unroll
     for (int i = 0; i < V_STEPS; i++) {
@@ -1153,19 +1150,16 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
       publish_scores(w, buffer, s);
       add_scores(w, buffer, s);
 #pragma unroll
-      for (int t = 0; t < ROW_TILES; t++) {
-#pragma unroll
-        for (int i = 0; i < STEP_TILES; i++) {
-          cap_scores(s[t][i]);
-          if constexpr (SPARSE_IDS) {
-            const u32 bits = listed >> i * TILE;
-            if (listed != ~0u) mask_scores(s[t][i], {bits, bits});
-          } else if (is_masked) {
-            mask_tile(p, r, rows, w, rows.first + t * TILE, tile + i, cached_bits(source, (tile + i) * TILE), s[t][i]);
-          }
+      for (int i = 0; i < STEP_TILES; i++) {
+        cap_scores(s[0][i]);
+        if constexpr (SPARSE_IDS) {
+          const u32 bits = listed >> i * TILE;
+          if (listed != ~0u) mask_scores(s[0][i], {bits, bits});
+        } else if (is_masked) {
+          mask_tile(p, r, rows, w, rows.first, tile + i, cached_bits(source, (tile + i) * TILE), s[0][i]);
         }
-        weigh_step(p, s[t], token_scales, 1.0f, softmax[t], scales[t], o[t], weights[t]);
       }
+      weigh_step(p, s[0], token_scales, 1.0f, softmax[0], scales[0], o[0], weights[0]);
     }
     if constexpr (!LATE_VALUES) {
 #pragma unroll

@@ -86,7 +86,7 @@ class MmaWideConfig:
     column_warps : int
         Warps that share a row group's dims and output columns, a power of two.
     stages : int
-        KV tiles in the ring: two are in use, the others on their way.
+        KV tiles in the ring, a power of two: two are in use, the others on their way.
     lookahead : int
         Operand loads that a warp issues ahead of the products that use them.
     refill_at : int
@@ -117,8 +117,8 @@ class MmaWideConfig:
                 f"row_groups is {self.row_groups} and column_warps {self.column_warps}; column_warps must be 2 or 4 "
                 "and their product 4 or 8. Use 4 and 2 for 64 rows, 2 and 4 for 32."
             )
-        if self.stages not in (4, 5, 8) or self.stages < self.row_groups:
-            raise TileError(f"stages is {self.stages}; it must be 4, 5 or 8, and no less than row_groups. Use 4.")
+        if self.stages not in (4, 8) or self.stages < self.row_groups:
+            raise TileError(f"stages is {self.stages}; it must be 4 or 8, and no less than row_groups. Use 4.")
         if self.lookahead not in (1, 2, 3):
             raise TileError(f"lookahead is {self.lookahead}; it must be 1, 2 or 3. Use 1 for 64 rows, 3 for 32.")
         if not 0 <= self.refill_at <= 36 // self.column_warps:

@@ -30,10 +30,10 @@ from mlaflash.lab.mask_inputs import NAMES as MASK_FORMATS
 from mlaflash.lab.mask_inputs import Batch, encode, widened
 from mlaflash.lab.move_inputs import NAMES as MOVE_ORDERS
 from mlaflash.lab.move_inputs import compaction, ids, moved, random_layers
-from mlaflash.lab.plan_inputs import BUILDS, Build, judge, random_setup, random_step
+from mlaflash.lab.plan_inputs import BUILDS, FP8_BUILDS, judge, random_setup, random_step
 from mlaflash.lab.space import SPACES
 from mlaflash.masks import TreeMask
-from mlaflash.mma_tiles import NARROW_32_E4M3, NARROW_DS_MLA, NARROW_E4M3, ROLES_E4M3
+from mlaflash.mma_tiles import NARROW_E4M3, ROLES_E4M3
 from mlaflash.params import DL, numpy_dtype
 from mlaflash.schedule import FP8_KERNELS, KERNELS
 from mlaflash.sharding import Contiguous, Interleaved, Sharding, shard_lens
@@ -48,14 +48,7 @@ BLOCKS: Final = {"emulator": 20, "gpu": 150}
 
 PLAN_STEPS: Final = 3
 _PAIRS: Final = {"emulator": 30_000, "gpu": 1_000_000}
-_PLAN_BUILDS: Final = (
-    *BUILDS,
-    Build(NARROW_E4M3, kv_dtype="float8_e4m3"),
-    Build(NARROW_32_E4M3, "float16", "float16", kv_dtype="float8_e4m3", new_kv=True),
-    Build(NARROW_DS_MLA, kv_dtype="fp8_ds_mla"),
-    Build(NARROW_DS_MLA, "float16", "float32", kv_dtype="fp8_ds_mla", new_kv=True),
-    Build(ROLES_E4M3, "bfloat16", "float32", kv_dtype="float8_e4m3", split_kv=True),
-)
+_PLAN_BUILDS: Final = (*BUILDS, *FP8_BUILDS)
 _HEADS: Final = (1, 2, 4, 5, 8, 12, 16, 20, 32, 64, 128)
 _PAGE_SIZES: Final = (1, 2, 3, 16, 48, 64)
 _UNTOUCHED: Final = 77.0  # of memory that no kernel wrote; every element type has it

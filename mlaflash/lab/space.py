@@ -147,7 +147,7 @@ SPACES: Final[dict[str, Space]] = {
         (
             Axis("row_groups", (1, 2, 4), (2, 4), "Groups of 16 rows of a block."),
             Axis("column_warps", (2, 4), (2, 4), "Warps that share a row group's columns."),
-            Axis("stages", (4, 5, 8), (4,), "KV tiles in the ring."),
+            Axis("stages", (4, 8), (4,), "KV tiles in the ring."),
             Axis("lookahead", (1, 2, 3), (1, 2), "Operand loads ahead of the products."),
             Axis("refill_at", (3, 5, 9), (9,), "Step through the dims of a tile at which the ring is refilled."),
             _MMA_SPLITS,
