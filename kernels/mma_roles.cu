@@ -350,12 +350,13 @@ template <bool RING, bool HANDOVER>
 DEVICE void init_barriers(u32 smem) {
   if (thread_idx_anew() != 0) return;
   for (int stage = 0; RING && stage < STAGES; stage++) {
+    // Every lane arrives for itself: racecheck does not see that one may do so for all after a warp_sync.
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, LOADERS);
-    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SCORE_WARPS + VALUE_WARPS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, (SCORE_WARPS + VALUE_WARPS) * WARP);
   }
   for (int i = 0; HANDOVER && i < 2; i++) {
     mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::READY, SCORE_WARPS * WARP);
-    mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::TAKEN, VALUE_WARPS);
+    mbarrier_init(smem + Smem::HANDOVER + i * FRAGMENT_BYTES + Smem::TAKEN, VALUE_WARPS * WARP);
   }
 }
 
@@ -546,9 +547,7 @@ DEVICE void hand_over(const u32 (&weights)[4], bool raised, const Scorer& scorer
   const u32 buffer = smem + Smem::HANDOVER + weights_offset;
   st_shared_u32x4(scorer.fragments + Smem::WEIGHTS + weights_offset, {weights[0], weights[1], weights[2], weights[3]});
   if (lane_idx_anew() == 0) st_shared_u32(buffer + Smem::RAISED + scorer.warp * 4, raised);
-  // Every lane for its own writes: compute-sanitizer's racecheck does not see that one may arrive for all after a
-  // warp_sync.
-  mbarrier_arrive(buffer + Smem::READY);
+  mbarrier_arrive(buffer + Smem::READY);  // orders the lane's writes before the value warps' reads
 }
 
 // What the output accumulates is counted in this.
@@ -615,8 +614,7 @@ DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
   if (WEIGHTS) hand_over(weights, raised, scorer, smem, weights_offset);
   if (!PRODUCTS) return;
   multiply_q_k<STORE_AT, K_STEPS>(s, scorer, operands, keys, scorer.keys + next);
-  warp_sync();  // orders the lanes' reads of the tile before the arrival, on which its refill waits
-  if (lane_idx_anew() == 0) mbarrier_arrive(ring + stage + Smem::EMPTY);
+  mbarrier_arrive(ring + stage + Smem::EMPTY);  // orders the lane's reads of the tile before its refill
   give_scores(s[1], scorer);
 #pragma unroll
   for (int n = 0; n < 2; n++)
@@ -807,14 +805,12 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     load_weights(weights[0], fragments + handover_of(token), 0);
     load_weights(weights[1], fragments + handover_of(token), 1);
     rescale_output(output, raised, handover);
-    warp_sync();  // orders the lanes' reads of the tile before the arrival, on which its refill waits
-    if (fragments == smem) mbarrier_arrive(empty);
+    mbarrier_arrive(empty);  // orders the lane's reads of the tile before its refill
     multiply_p_v<0, V_STEPS>(output.o[0], weights[0], v);
     load_weights(weights[0], fragments + handover_of(token), 2);
     multiply_p_v<0, V_STEPS>(output.o[1], weights[1], v);
     load_weights(weights[1], fragments + handover_of(token), 3);
-    warp_sync();  // orders the lanes' reads of the weights before the arrival
-    if (fragments == smem) mbarrier_arrive(handover + Smem::TAKEN);
+    mbarrier_arrive(handover + Smem::TAKEN);  // orders the lane's reads of the weights before the next writes
     // The stage takes the tile that is STAGES ahead. What is copied is also waited for, so no copy is in flight when
     // the block ends.
     const i32 tile_token = token + STAGES * TILE;

@@ -208,7 +208,7 @@ DEVICE void init_barriers(u32 smem) {
   if (thread_idx() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, THREADS);
-    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, WARPS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, THREADS);
   }
 }
 
@@ -396,10 +396,9 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state) {
   stream<SCORES, VALUES, REFILL_AT, STREAM>(state, s, f, keys, values);
   if (!SCORES) return;
   const u32 lane = b.source.thread % WARP;
-  if (VALUES) {
-    warp_sync();  // orders the lanes' reads of tile n - 1 before the arrival, on which the refill waits
-    if (lane == 0) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
-  }
+  // Orders the lane's reads of tile n - 1 before the refill, which waits for every lane: racecheck does not see that
+  // one may arrive for all after a warp_sync.
+  if (VALUES) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
   exchange_scores(s, b.smem, b.warp, lane, at.exchange);
   const u32 listed = SPARSE_IDS ? listed_tokens(b, lane) : ~0u;
   soft_cap(p, s);

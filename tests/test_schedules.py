@@ -75,19 +75,17 @@ CALLS = re.compile(
     r"wait_prerequisites)(?:<[^<>;]*>)?\("
 )
 LAUNCHES = "the emulator runs one kernel after the other: on a GPU the kernel may start before the one before it ended"
-REFILL = "the value warps arrive on the same barrier, with weights that were made after these reads"
 TWICE = "it stands twice, for compute-sanitizer alone: the other one does its work"
 EMPTY = "the groups that may be open are empty ones, of tiles past the end; it keeps that from being an accident"
 UNSEEN: dict[str, str] = {
     "wait_prerequisites": LAUNCHES,
-    "on which its refill waits\n  if (lane_idx_anew() == 0)": REFILL,
     "  block_sync();": TWICE,
     "if constexpr (FP8) block_sync();  // as in all_sync()": TWICE,
     "cp_async_wait_all();  // nothing is in flight any more": EMPTY,
     "the reads of the stage before the next task's copies into it": "a block has one task below 2**31 of them",
     "orders the reads of the last scan before the writes below": "the barrier at the end of place_spans() lies between",
 }
-"""By the call, or by words of its line and of the next: what the emulator does not see is gone, and why it stays."""
+"""By the call, or by words of its line: what the emulator does not see is gone, and why it stays."""
 
 
 def calls(kernel: str) -> list[tuple[int, int, int]]:
@@ -116,9 +114,7 @@ def without(kernel: str, gone: Sequence[tuple[int, int, int]], folder: Path) -> 
     return path
 
 
-def is_about(words: str, line: str, name: str, following: str) -> bool:
-    if "\n" in words:
-        return words in f"{line}\n{following}"
+def is_about(words: str, line: str, name: str) -> bool:
     return words in (line, name) or (len(words) > 20 and words in line)
 
 
@@ -126,10 +122,10 @@ def why_unseen(kernel: str, call: tuple[int, int, int]) -> str:
     return next((why for words, why in UNSEEN.items() if is_about(words, *named(kernel, call))), "")
 
 
-def named(kernel: str, call: tuple[int, int, int]) -> tuple[str, str, str]:
-    """Return the line of a call, the call's name, and the line after it."""
-    line, following = sources.read(kernel).source.splitlines()[call[0] : call[0] + 2]
-    return line, CALLS.match(line, call[1])[1], following
+def named(kernel: str, call: tuple[int, int, int]) -> tuple[str, str]:
+    """Return the line of a call and the call's name."""
+    line = sources.read(kernel).source.splitlines()[call[0]]
+    return line, CALLS.match(line, call[1])[1]
 
 
 @functools.cache
@@ -167,7 +163,7 @@ TWINS: list[Any] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "call"), MUTATIONS)
 def test_every_barrier_wait_and_fence_is_missed(kernel: str, call: tuple[int, int, int], tmp_path: Path) -> None:
-    line, name, _ = named(kernel, call)
+    line, name = named(kernel, call)
     gone = without(kernel, [call], tmp_path)
     assert is_noticed(kernel, gone, lane_races=name == "warp_sync") == (not why_unseen(kernel, call)), line
 
