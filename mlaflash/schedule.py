@@ -15,6 +15,7 @@ from mlaflash.interop import ArrayView
 from mlaflash.mma_tiles import (
     MAX_TAIL_LEN,
     NARROW_PAIR,
+    ROLES_E4M3,
     ROWS_32,
     MmaKernelConfig,
     MmaNarrowConfig,
@@ -216,6 +217,11 @@ def check_cache(config: KernelConfig, kv_dtype: str, *, has_new_kv: bool) -> Non
                     f"{name} is {value} and kv_cache is {kv_dtype}; other than {usual} is for caches {caches}. "
                     f"Use {usual}."
                 )
+    if isinstance(config, MmaRolesConfig) and is_fp8 and config.lookahead != ROLES_E4M3.lookahead:
+        raise TileError(
+            f"lookahead is {config.lookahead} and kv_cache is {kv_dtype}; it must be {ROLES_E4M3.lookahead} there. Use "
+            f"{ROLES_E4M3.lookahead}."
+        )
     if isinstance(config, MmaRolesConfig) and is_fp8 and has_new_kv:
         raise UnsupportedError(
             f"kernel 'mma_roles' does not take new_kv beside a {kv_dtype} cache; mma_narrow does. Leave kernel and "

@@ -17,7 +17,7 @@ from mlaflash.interop import numpy_view
 from mlaflash.lab.inputs import KV_SCALE, Case, build
 from mlaflash.lab.plan_inputs import plan_arguments
 from mlaflash.lab.target import read_problem
-from mlaflash.mma_tiles import NARROW_32_E4M3, NARROW_PAIR, ROWS_64, MmaNarrowConfig
+from mlaflash.mma_tiles import NARROW_32_E4M3, NARROW_PAIR, ROLES_E4M3, ROWS_64, MmaNarrowConfig
 from mlaflash.params import DS_MLA_BYTES, FP8_CODES, row_bytes
 from mlaflash.plan import check_capacity, choose_work, run_launches
 from mlaflash.schedule import FP8_KERNELS, build_params, plan
@@ -258,6 +258,8 @@ def test_constants_for_the_other_width_are_refused() -> None:
             plan(narrower, DEVICE, tiles=MmaNarrowConfig(column_warps=2, kv_groups=1))
     with pytest.raises(TileError, match=r"row_tiles is 2 and kv_cache is fp8_ds_mla; .*of float8_e4m3. Use 1"):
         plan(rows, DEVICE, tiles=NARROW_32_E4M3)
+    with pytest.raises(TileError, match=r"lookahead is 1 and kv_cache is float8_e4m3; it must be 2 there. Use 2"):
+        plan(read_problem(build(BASE, 11)), DEVICE, tiles=replace(ROLES_E4M3, lookahead=1))
     lists = read_problem(build(replace(BASE, mask="none", topk=40), 11))
     with pytest.raises(UnsupportedError, match="'mma_roles' does not take lists of slots"):
         plan(lists, DEVICE, kernel="mma_roles")

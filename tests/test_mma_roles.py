@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mlaflash import emulator, oracle
-from mlaflash.emulator import Report, run_kernel
-from mlaflash.emulator import plan as emulated_plan
-from mlaflash.emulator import verify as emulated_verify
-from mlaflash.errors import EmulatorError, InvalidArgumentError, TileError
-from mlaflash.jit import sources
+from mlaflash.emulator import Report
+from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.jit.compiler import compile_kernel
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
@@ -224,57 +218,6 @@ def test_plan_has_no_race_in_any_order() -> None:
 def test_no_race_in_any_order(seeds: int) -> None:
     arguments = build(case(mask="tree", kv_lens=(150,), new_kv=True), 13)
     assert len({run(arguments, seed=seed)[0].tobytes() for seed in range(seeds)}) == 1
-
-
-SEEDS = 4
-SYNCHRONISES = re.compile(
-    r"\b(\w*_sync|named_barrier_arrive|mbarrier_\w+|cp_async_wait_all|cp_async_mbarrier_arrive_noinc)\("
-)
-
-
-def synchronising_lines() -> list[int]:
-    lines = sources.read("mma_roles").source.splitlines()
-    return [i for i, line in enumerate(lines) if SYNCHRONISES.search(line.split("//")[0])]
-
-
-def replace_kernel(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Let the emulator take `mma_roles` from another file."""
-
-    def run_other(kernel: Any, *arguments: Any, **how: Any) -> Report:
-        return run_kernel(path if kernel == "mma_roles" else kernel, *arguments, **how)
-
-    monkeypatch.setattr(emulated_plan, "run_kernel", run_other)
-    monkeypatch.setattr(emulated_verify, "run_kernel", run_other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", synchronising_lines())
-def test_every_barrier_is_needed(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one line less, a call of some tiles or a plan of some items in one block fails in one of a few orders."""
-    fields = case(mask="tree", q_lens=(8,), kv_lens=(190,))
-    planned = case(q_lens=(8, 9, 8), kv_lens=(90, 20, 33), page_size=16)
-    arguments, others = build(fields, 15), build(planned, 16)
-    expected = run(arguments)[0].tobytes()
-    plan = make_plan(others, planned, num_sms=1)
-    planned_out = plan.run(others["q"], others["kv_cache"])[0].tobytes()
-
-    shutil.copytree(sources.kernel_root(), tmp_path / "kernels")
-    path = tmp_path / "kernels" / "mma_roles.cu"
-    lines = path.read_text().splitlines()
-    line, lines[number] = lines[number], ""
-    path.write_text("\n".join(lines))
-    replace_kernel(monkeypatch, path)
-
-    def is_noticed(seed: int) -> bool:
-        plan.seed = seed
-        try:
-            if run(arguments, seed=seed)[0].tobytes() != expected:
-                return True
-            return bool(plan.run(others["q"], others["kv_cache"])[0].tobytes() != planned_out)
-        except EmulatorError:
-            return True
-
-    assert any(is_noticed(seed) for seed in range(SEEDS)), line
 
 
 @pytest.mark.slow

@@ -136,6 +136,8 @@ OUT_OF_LINE void complete_phase_if_due(Block& block, Mbarrier& mbarrier) {
   for (u32 i = 0; i < block.num_warps; ++i) {
     block.warps[i].ready |= mbarrier.waiting[i];
     mbarrier.waiting[i] = 0;
+    mbarrier.whole[i] = mbarrier.arrived[i] == block.warps[i].alive ? mbarrier.arrived_segment[i] : 0;
+    mbarrier.arrived[i] = 0;
   }
 }
 
@@ -180,6 +182,14 @@ OUT_OF_LINE void mbarrier_arrival(u32 address, u32 expected_bytes, Site site) {
   yield_sometimes(block, site);
 }
 
+// LANE_RACES: the lane is behind the others' arrivals. What these do between their arrival and their wait is taken to
+// be before it as well.
+INLINE void acquire_lane(Block& block, Warp& warp, const Mbarrier& mbarrier, u32 lane) {
+  if (!LANE_RACES || !warp.segment || mbarrier.whole[warp.index] != warp.segment) return;
+  warp.past |= lane;
+  if (warp.past == warp.alive) order_lanes(block, warp);
+}
+
 INLINE bool phase_is_complete(const Mbarrier& mbarrier, u32 parity) { return (mbarrier.phase & 1) != parity; }
 
 OUT_OF_LINE bool mbarrier_attempt(u32 address, u32 parity, bool may_fail, Site site) {
@@ -204,6 +214,7 @@ OUT_OF_LINE bool mbarrier_attempt(u32 address, u32 parity, bool may_fail, Site s
   }
   block.waits_for[self] = nullptr;
   acquire(warp, mbarrier.done);
+  acquire_lane(block, warp, mbarrier, lane_bit(self));
   return true;
 }
 

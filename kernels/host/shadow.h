@@ -136,7 +136,9 @@ INLINE void check_lanes(Block& block, const Warp& warp, u32 offset, u32 words, b
   for (u32 i = 0; i < words; ++i) {
     LaneAccess& access = block.lanes[offset / 4 + i];
     const u32 own = warp.segment << 6 | lane;
-    const bool is_written = access.writer >> 6 == warp.segment, is_read = access.reader >> 6 == warp.segment;
+    const bool is_past = lane < WARP && warp.past >> lane & 1;
+    const bool is_written = !is_past && access.writer >> 6 == warp.segment;
+    const bool is_read = !is_past && access.reader >> 6 == warp.segment;
     if (is_written && access.writer != own) report_lanes(offset + 4 * i, is_write, "wrote", access.writer & 63, site);
     if (is_write && is_read && access.reader != own)
       report_lanes(offset + 4 * i, is_write, "read", access.reader & 63, site);

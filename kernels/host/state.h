@@ -146,6 +146,7 @@ struct Warp {
   u32 index;
   u32 segment;        // LANE_RACES: number of what lies between two points that order the warp's lanes
   u32 segment_clock;  // and the warp's clock before it
+  u32 past;           // LANE_RACES: lanes that have waited in this segment for arrivals of all lanes in it
   u32 ready;          // lanes that may run; the running lane is not among them
   u32 alive;          // lanes that have not returned
   u32 arrived;        // lanes at the open collective
@@ -177,8 +178,9 @@ struct Mbarrier {
   Epoch init_epoch;
   u32 waiting[MAX_WARPS];
   u32 arrived[MAX_WARPS], arrived_segment[MAX_WARPS];  // LANE_RACES: lanes, in that segment
-  Clock open;                                          // arrivals of the phase that is not complete
-  Clock done;                                          // arrivals of every completed phase
+  u32 whole[MAX_WARPS];  // LANE_RACES: segment in which all lanes arrived in the last complete phase
+  Clock open;            // arrivals of the phase that is not complete
+  Clock done;            // arrivals of every completed phase
 };
 
 // A cp.async that its thread has not waited for.
@@ -287,6 +289,7 @@ OUT_OF_LINE void acquire(Warp& warp, const Clock& from) { warp.seen.join(from); 
 INLINE void order_lanes(Block& block, Warp& warp) {
   if (!LANE_RACES) return;
   warp.segment = ++block.segments;
+  warp.past = 0;
   warp.segment_clock = warp.clock;
   if (warp.clock < MAX_CLOCK) warp.seen.at[warp.index] = ++warp.clock;
   warp.epoch = make_epoch(warp.clock, warp.index);
