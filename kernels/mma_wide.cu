@@ -208,7 +208,7 @@ DEVICE void init_barriers(u32 smem) {
   if (thread_idx() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, THREADS);
-    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, THREADS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SPARSE_IDS ? WARPS : THREADS);
   }
 }
 
@@ -397,8 +397,9 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state) {
   if (!SCORES) return;
   const u32 lane = b.source.thread % WARP;
   // Orders the lane's reads of tile n - 1 before the refill, which waits for every lane: racecheck does not see that
-  // one may arrive for all after a warp_sync.
-  if (VALUES) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
+  // one may arrive for all after a warp_sync. With lists of slots one does: registers would spill on sm_120.
+  if (VALUES && SPARSE_IDS) warp_sync();
+  if (VALUES && (!SPARSE_IDS || lane == 0)) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
   exchange_scores(s, b.smem, b.warp, lane, at.exchange);
   const u32 listed = SPARSE_IDS ? listed_tokens(b, lane) : ~0u;
   soft_cap(p, s);

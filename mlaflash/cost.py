@@ -184,12 +184,12 @@ class RowClass:
 
 ROW_CLASSES: Final = (
     RowClass(NARROW, start_us=5.6, tile_clocks=806, counts=TileCounts(136, 68, 16_896, 18_688, 4, 0)),
-    RowClass(ROWS_32, start_us=5.7, tile_clocks=1366, counts=TileCounts(272, 136, 32_768, 18_432, 8, 264)),
+    RowClass(ROWS_32, start_us=5.7, tile_clocks=1366, counts=TileCounts(272, 136, 32_768, 18_432, 8, 512)),
     RowClass(
         ROWS_32_PAIR,
         start_us=6.9,
         tile_clocks=2087,
-        counts=TileCounts(272, 136, 8_192, 18_432, 4, 132),
+        counts=TileCounts(272, 136, 8_192, 18_432, 4, 256),
         blocks_per_sm=2,
     ),
     RowClass(
@@ -197,12 +197,12 @@ ROW_CLASSES: Final = (
         # Call after call it is 2.5 us less. Between other kernels, as in a model, its code has to come from memory.
         start_us=10.5,
         tile_clocks=1564,
-        counts=TileCounts(544, 104, 48_656, 18_432, 16, 404),
+        counts=TileCounts(544, 104, 48_656, 18_432, 16, 1_024),
         least_capability=(9, 0),
         takes_lists=False,
         small_pages=1.15,
     ),
-    RowClass(ROWS_64, start_us=7.5, tile_clocks=1678, counts=TileCounts(544, 272, 16_384, 18_432, 8, 264)),
+    RowClass(ROWS_64, start_us=7.5, tile_clocks=1678, counts=TileCounts(544, 272, 16_384, 18_432, 8, 512)),
 )
 """Configurations to choose from, fewest rows first; of equal times the first one is taken."""
 
@@ -227,7 +227,7 @@ FP8_ROW_CLASSES: Final = {
             ROLES_E4M3,
             start_us=8.2,
             tile_clocks=1515,
-            counts=TileCounts(544, 52, 61_968, 9_216, 16, 404),
+            counts=TileCounts(544, 52, 61_968, 9_216, 16, 1_024),
             takes_lists=False,
             takes_new_kv=False,
         ),

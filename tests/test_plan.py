@@ -778,7 +778,8 @@ def check_balance(plan: VerifyPlan) -> None:
     ideal = loads.mean()
     if (merges_of(plan)["first"][:-1] >= 0).any():
         if ideal >= 40:
-            assert loads.max() <= 1.15 * ideal
+            # Or by a start, which a block pays again for what it takes over from another.
+            assert loads.max() <= max(1.15 * ideal, ideal + start)
         if ideal >= 24:
             # Equal runs of one row tile a block may leave some without, but are no longer than equal pieces for all.
             assert (loads == 0).mean() <= 0.1 or loads.max() <= (1 + 1 / 64) * ideal + start + 1
