@@ -7,6 +7,8 @@ export MLAFLASH_CACHE_DIR=$cache
 # One thread of each part is enough: those that NumPy would start for every core only spin.
 export OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 tests=("$python" -m pytest -q -m gpu --require-gpu -p no:cacheprovider --kernel-cache "$cache")
+# Backtraces of the host would keep Python's frames, and with them the memory of calls that are over.
+sanitizer=(compute-sanitizer --error-exitcode 7 --show-backtrace device)
 
 run() { # name, command...: in the background, for $limit seconds at most
     local name=$1

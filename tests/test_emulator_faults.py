@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -183,6 +184,37 @@ def test_first_failing_block_is_reported(workers: int, tmp_path: Path) -> None:
     assert error.value.kind == "bounds"
     assert error.value.report.stores == {"out": 0}
     assert out[:7].tolist() == [1] * 7
+
+
+LANES_MEET = """\
+#include "ptx.cuh"
+struct VerifyParams { void* out; };
+KERNEL(mlaflash_lanes, 32, 1) {
+  const u32 smem = shared_base(), lane = (u32)thread_idx();
+  st_shared_u32(smem + lane * 4, 0);
+  if (lane == 0) mbarrier_init(smem + 128, ARRIVALS);
+  warp_sync();
+  st_shared_u32(smem + lane * 4, lane);
+  if (lane < ARRIVALS) mbarrier_arrive(smem + 128);
+  if (WAITS) mbarrier_wait(smem + 128, 0);
+  st_global_u32((u8*)p.out + lane * 4, ld_shared_u32(smem + (lane + 1) % 32 * 4));
+}
+"""
+
+
+@pytest.mark.parametrize(("arrivals", "waits", "is_ordered"), [(32, 1, True), (32, 0, False), (1, 1, False)])
+def test_lanes_are_in_order_where_all_of_them_arrive_and_wait(
+    arrivals: int, waits: int, is_ordered: bool, tmp_path: Path
+) -> None:
+    kernel = tmp_path / "lanes.cu"
+    kernel.write_text(LANES_MEET.replace("ARRIVALS", str(arrivals)).replace("WAITS", str(waits)))
+    for seed in range(8):
+        out = np.zeros(32, np.uint32)
+        params = np.array([(out.ctypes.data,)], [("out", "u8")])
+        ordered = nullcontext() if is_ordered else pytest.raises(EmulatorError, match="no warp_sync between the two")
+        with ordered:
+            run_kernel(kernel, {"LANE_RACES": 1}, (1,), 32, 136, params, {"out": out}, seed=seed)
+            assert out.tolist() == [(lane + 1) % 32 for lane in range(32)]
 
 
 def test_interrupt_ends_a_kernel_that_never_does(tmp_path: Path) -> None:

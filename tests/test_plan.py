@@ -778,8 +778,7 @@ def check_balance(plan: VerifyPlan) -> None:
     ideal = loads.mean()
     if (merges_of(plan)["first"][:-1] >= 0).any():
         if ideal >= 40:
-            # Or by a start, which a block pays again for what it takes over from another.
-            assert loads.max() <= max(1.15 * ideal, ideal + start)
+            assert loads.max() <= 1.15 * ideal
         if ideal >= 24:
             # Equal runs of one row tile a block may leave some without, but are no longer than equal pieces for all.
             assert (loads == 0).mean() <= 0.1 or loads.max() <= (1 + 1 / 64) * ideal + start + 1
@@ -814,7 +813,7 @@ lengths = st.one_of(
 
 
 @pytest.mark.parametrize("tiles", [NARROW, NARROW_PAIR, ROWS_32_PAIR, ROWS_64], ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)  # the next test has what a lucky draw finds
 @given(kv_lens=lengths, q_len=st.sampled_from([1, 2, 8, 16]), heads=st.sampled_from([8, 16]))
 @example([100_000] + [512] * 47, 8, 8)
 @example([4096] * 47, 8, 8)
@@ -825,6 +824,17 @@ def test_the_work_of_long_contexts_is_spread_evenly(tiles: Any, kv_lens: list[in
     q_lens = [q_len] * len(kv_lens)
     schedule(plan, q_lens, kv_lens)
     check_schedule(plan, q_lens, kv_lens)
+    check_balance(plan)
+
+
+@pytest.mark.xfail(strict=True, reason="48 or 49 tiles where the mean is 40.4 to 41.7: up to 1.19 of it, not 1.15")
+@pytest.mark.parametrize(
+    ("tiles", "length", "others"),
+    [(NARROW, 3827, 26), (NARROW, 2500, 28), (NARROW_PAIR, 9000, 52), (NARROW_PAIR, 3827, 60), (NARROW_PAIR, 2500, 62)],
+)
+def test_one_long_request_beside_equal_ones_is_spread_as_evenly(tiles: Any, length: int, others: int) -> None:
+    plan = schedules(8, tiles)
+    schedule(plan, [8] * (1 + others), [length] + [512] * others)
     check_balance(plan)
 
 

@@ -185,7 +185,7 @@ OUT_OF_LINE void mbarrier_arrival(u32 address, u32 expected_bytes, Site site) {
 // LANE_RACES: the lane is behind the others' arrivals. What these do between their arrival and their wait is taken to
 // be before it as well.
 INLINE void acquire_lane(Block& block, Warp& warp, const Mbarrier& mbarrier, u32 lane) {
-  if (!LANE_RACES || !warp.segment || mbarrier.whole[warp.index] != warp.segment) return;
+  if (!LANE_RACES || mbarrier.whole[warp.index] != warp.segment) return;
   warp.past |= lane;
   if (warp.past == warp.alive) order_lanes(block, warp);
 }
