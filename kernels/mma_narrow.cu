@@ -76,6 +76,10 @@ struct Smem {
 constexpr bool IS_LARGE = ROW_TILES * 4 / COLUMN_WARPS == 2;  // a lane has 128 numbers of o
 // As many blocks as registers allow; three of four warps where an sm_120 has room for them.
 constexpr int MIN_BLOCKS = FP8 && WARPS == 4 && !IS_LARGE && 3 * (Smem::BYTES + 1024) <= 102400 ? 3 : 8 / WARPS;
+// These builds have no registers to keep, through the loop over the cache, what can be found again after it; and those
+// with new rows beside two row tiles none for what follows from the lane, which they find anew for each tile.
+constexpr bool LOCATE_AGAIN = NEW_KV && ROW_TILES == 2;
+constexpr bool FIND_AGAIN = LOCATE_AGAIN || (SPARSE_IDS && COLUMN_WARPS == 2);
 static_assert(KV_GROUPS == 1 || (FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES,
               "half of o and the softmax state fit a warp's ring");
 
@@ -100,10 +104,10 @@ struct Warp {
 DEVICE Warp locate(u32 smem) {
   Warp w;
   // PLANNED two row tiles leave no registers for what is derived of it once for all items.
-  w.lane = PLANNED && ROW_TILES == 2 ? (int)keep_in_register(lane_idx()) : lane_idx();
+  w.lane = LOCATE_AGAIN ? lane_idx_anew() : PLANNED && ROW_TILES == 2 ? (int)keep_in_register(lane_idx()) : lane_idx();
   // The shuffle tells the compiler that the warp's number, and every branch on it, is the same for all lanes. Else it
   // guards each shuffle and waits for all loads before each guard.
-  const int warp = (int)shfl_u32(warp_idx(), 0);
+  const int warp = (int)shfl_u32(LOCATE_AGAIN ? thread_idx_anew() / WARP : warp_idx(), 0);
   w.group = warp / COLUMN_WARPS;
   w.column = warp % COLUMN_WARPS;
   w.ring = smem + Smem::RINGS + warp * Smem::RING_BYTES;
@@ -112,6 +116,27 @@ DEVICE Warp locate(u32 smem) {
   w.scores = smem + Smem::EXCHANGE + w.group * COLUMN_WARPS * Smem::SCORES_BYTES + w.lane * 16;
   w.handover = smem + Smem::WEIGHTS + w.group * Smem::HANDOVER_BYTES;
   return w;
+}
+DEVICE Warp locate_again(const Warp& w) { return LOCATE_AGAIN ? locate(shared_base()) : w; }
+
+// What a block computes: one row tile over a run of KV tiles, of which there is one at least.
+struct Piece {
+  Request request;
+  RowTile rows;
+  TileRange tiles;
+  int part, item;  // PLANNED: `part` of a WorkItem, and which one it is
+};
+
+DEVICE Piece find_again(const VerifyParams& p, const Piece& piece) {
+  if constexpr (!FIND_AGAIN) return piece;
+  if constexpr (!PLANNED) {
+    const Request r = load_request(p, block_idx_z());
+    const RowTile rows = row_tile(p, r, block_idx_x() * ROWS, ROWS);
+    return {r, rows, split_tiles(p, r, rows, block_idx_y()), 0, 0};
+  }
+  const WorkItem w = load_work_item(p, piece.item);
+  const int first = w.row_tile * ROWS, end = min_int(first + ROWS, w.q_len * p.num_heads);
+  return {piece.request, {first, end, piece.rows.q_first, piece.rows.q_last}, w.tiles, w.part, piece.item};
 }
 
 // The barrier of both groups. compute-sanitizer's racecheck does not see the first full barrier that follows named ones
@@ -554,9 +579,11 @@ struct Weigher {
   float base, sum;      // as in Softmax; the sum of the lane's own weights
 };
 
+DEVICE int own_row(const Warp& w) { return w.column * OWN_ROWS + w.lane / 4; }
+
 DEVICE Weigher make_weigher(const Warp& w) {
   Weigher own;
-  own.row = w.column * OWN_ROWS + w.lane / 4;
+  own.row = own_row(w);
   const u32 lane = own.row % 8 * 4 + w.lane % 4;  // that has computed part of these scores, and takes the weights
   const u32 first = w.scores - w.lane * 16;
   own.scores = first + own.row / 8 * Smem::SCORE_BYTES + lane * 16;
@@ -660,9 +687,10 @@ DEVICE void take_weights(const Warp& w, u32 (&weights)[ROW_TILES][N][4], float (
 
 // What all warps know of their rows from then on.
 DEVICE void join_softmax(const Warp& w, const Weigher& own, Softmax (&softmax)[ROW_TILES]) {
+  const int row = LOCATE_AGAIN ? own_row(w) : own.row;
   const float sum = sum_over_row(own.sum);
   group_sync(w);  // orders the reads of the last weights before the writes over them
-  if (w.lane % 4 == 0) st_shared_f32x2(w.handover + own.row * 8, {own.base, sum});
+  if (w.lane % 4 == 0) st_shared_f32x2(w.handover + row * 8, {own.base, sum});
   group_sync(w);  // orders the writes before the reads
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++)
@@ -693,14 +721,14 @@ DEVICE void store_new_8(u32 slice, int row, int chunk, const float (&x)[8]) {
   st_shared_u32x2(at + slice_offset_16(row, chunk / 2 * 2 + 1 - late), late ? even : odd);
 }
 
-DEVICE void copy_new_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, const Source& s,
-                          int tile, float cache_scale) {
+DEVICE void copy_new_tile(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, int tile,
+                          float cache_scale) {
   constexpr int CHUNKS = Q_LATENT_BYTES / 16, ROPE_CHUNKS = Q_ROPE_BYTES / 16;
 #pragma unroll 1
   for (int i = 0; i < TILE; i += WARP / CHUNKS) {
     const int row = i + w.lane / CHUNKS, chunk = w.lane % CHUNKS, token = tile * TILE + row;
     KvRow source = {nullptr, nullptr};
-    if (token > s.last_cached && is_seen(p, r, rows, token)) source = new_row(p, r, token);
+    if (token >= r.kv_len - r.q_len && is_seen(p, r, rows, token)) source = new_row(p, r, token);
     Vector<Q_DTYPE> x = zero_vector<Q_DTYPE>();
     if (source.c) x = load_vector<Q_DTYPE, true>(source.c + w.column * Q_LATENT_BYTES + chunk * 16);
     float factor = 1.0f / floor_power(cache_scale);
@@ -780,23 +808,27 @@ DEVICE void partial_scores_new(const Query& q, u32 keys, const float (&token_sca
 }
 
 // After the cached tokens, those of new rows. The ring is empty.
-DEVICE void attend_new_rows(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
-                            const Warp& w, const Source& source, const Query& q, Softmax (&softmax)[ROW_TILES],
-                            Scales (&scales)[ROW_TILES], float (&o)[ROW_TILES][O_TILES][4], u32 buffer, Weigher& own) {
-  const u32 keys = w.ring + slice_offset_16(w.lane % 8 + w.lane / 16 * 8, w.lane / 8 % 2);
-  const u32 values = w.ring + slice_offset_16(w.lane % 16, w.lane / 16);
+DEVICE void attend_new_rows(const VerifyParams& p, const Piece& piece, const Warp& located, const Query& q,
+                            Softmax (&softmax)[ROW_TILES], Scales (&scales)[ROW_TILES],
+                            float (&o)[ROW_TILES][O_TILES][4], u32 buffer, Weigher& own) {
+  const Request& r = piece.request;
+  const RowTile& rows = piece.rows;
+  const int first_new = r.kv_len - r.q_len;
   const float scale = cache_scale(p), unit = floor_power(scale) / scale;  // of new rows, in that of the cache's
 #pragma unroll 1
-  for (int tile = max_int(tiles.begin, (source.last_cached + 1) / TILE); tile < tiles.end; tile++) {
+  for (int tile = max_int(piece.tiles.begin, first_new / TILE); tile < piece.tiles.end; tile++) {
+    const Warp w = locate_again(located);
+    const u32 keys = w.ring + slice_offset_16(w.lane % 8 + w.lane / 16 * 8, w.lane / 8 % 2);
+    const u32 values = w.ring + slice_offset_16(w.lane % 16, w.lane / 16);
     if (tile % KV_GROUPS != w.group) continue;
     warp_sync();  // orders the lanes' reads of the ring, or of the tile before, before the writes
-    copy_new_tile(p, r, rows, w, source, tile, scale);
+    copy_new_tile(p, r, rows, w, tile, scale);
     warp_sync();  // orders the lanes' writes before the reads
     float s[ROW_TILES][1][2][4] = {}, token_scales[1][2][2] = {};
     u32 weights[ROW_TILES][1][4];
     if constexpr (TOKEN_SCALES) load_token_scales(w, w.ring + NEW_SCALES, 4, token_scales[0]);
     partial_scores_new(q, keys, token_scales, s);
-    const u32 among = ~((1u << min_int(max_int(source.last_cached + 1 - tile * TILE, 0), TILE)) - 1);
+    const u32 among = ~((1u << min_int(max_int(first_new - tile * TILE, 0), TILE)) - 1);
     if constexpr (SPLIT_SOFTMAX) {
       publish_halves(w, s);
       group_sync(w);  // orders the partial scores' writes before the reads
@@ -910,6 +942,8 @@ DEVICE void load_first_ids(const VerifyParams& p, const Warp& w, const Source& s
   for (int i = 0; i < STAGES; i++)
     if (has_ids(s, s.tile + i * KV_GROUPS * STEP_TILES))
       ids[i] = ld_global_u32(id_ptr(p, w, s, s.tile + i * KV_GROUPS * STEP_TILES));
+    else if (LOCATE_AGAIN)
+      ids[i] = 0;  // registers would keep from item to item what is not set
 }
 DEVICE void store_first_ids(const Warp& w, const Source& s, const u32 (&ids)[STAGES]) {
 #pragma unroll
@@ -1049,9 +1083,10 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   }
 }
 
-// One row tile over a run of KV tiles, of which there is one at least.
-DEVICE void attend_16_bit(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles,
-                          int part) {
+DEVICE void attend_16_bit(const VerifyParams& p, const Piece& piece) {
+  const Request& r = piece.request;
+  const RowTile& rows = piece.rows;
+  const TileRange& tiles = piece.tiles;
   const Warp w = locate(shared_base());
   Source source = make_source(p, r, rows, tiles, w);
   u32 q[Q_STEPS][4];
@@ -1088,18 +1123,20 @@ DEVICE void attend_16_bit(const VerifyParams& p, const Request& r, const RowTile
     if constexpr (EXCHANGE_BUFFERS == 2) buffer ^= Smem::BUFFER_BYTES;
   }
   cp_async_wait_all();  // nothing is in flight any more
-  if constexpr (!DETERMINISTIC) store(p, r, part, rows.first, rows.end, w, softmax, o);
+  if constexpr (!DETERMINISTIC) store(p, r, piece.part, rows.first, rows.end, w, softmax, o);
 }
 
 // The same over an 8-bit cache.
-DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
-  const Warp w = locate(shared_base());
-  Source source = make_source(p, r, rows, tiles, w);
+DEVICE void attend_fp8(const VerifyParams& p, const Piece& piece) {
+  const Request& r = piece.request;
+  const RowTile& rows = piece.rows;
+  const Warp located = locate(shared_base());
+  Source source = make_source(p, r, rows, piece.tiles, located);
   Scales scales[ROW_TILES] = {};
   u32 unused[Q_STEPS][4];
-  start(p, r, rows, w, source, unused);
+  start(p, r, rows, located, source, unused);
   Query q;
-  load_query(p, r, rows, w, q, scales);
+  load_query(p, r, rows, located, q, scales);
 
   Softmax softmax[ROW_TILES];
   float o[ROW_TILES][O_TILES][4];
@@ -1107,9 +1144,10 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
   for (int t = 0; t < ROW_TILES; t++) reset(softmax[t], o[t]);
   u32 stage = 0, buffer = 0;
   Weigher own = {};
-  if constexpr (SPLIT_SOFTMAX) own = make_weigher(w);
+  if constexpr (SPLIT_SOFTMAX) own = make_weigher(located);
 #pragma unroll 1
-  for (int tile = tiles.begin + w.group * STEP_TILES; tile < source.end; tile += KV_GROUPS * STEP_TILES) {
+  for (int tile = piece.tiles.begin + located.group * STEP_TILES; tile < source.end; tile += KV_GROUPS * STEP_TILES) {
+    const Warp w = locate_again(located);
     cp_async_wait<STAGES - 1>();
     warp_sync();  // orders all lanes' copies of these tiles, which have landed, before the reads
     // The codes of V go to registers as those of K do, and become float16 when their weights are there.
@@ -1181,7 +1219,9 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
   }
   cp_async_wait_all();  // nothing is in flight any more
   const float scale = cache_scale(p);
-  if constexpr (NEW_KV) attend_new_rows(p, r, rows, tiles, w, source, q, softmax, scales, o, buffer, own);
+  const Piece same = find_again(p, piece);
+  if constexpr (NEW_KV) attend_new_rows(p, same, located, q, softmax, scales, o, buffer, own);
+  const Warp w = locate_again(located);
   if constexpr (SPLIT_SOFTMAX) join_softmax(w, own, softmax);
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++) {
@@ -1190,15 +1230,15 @@ DEVICE void attend_fp8(const VerifyParams& p, const Request& r, const RowTile& r
 #pragma unroll
       for (int e = 0; e < 4; e++) o[t][i][e] *= TOKEN_SCALES ? ex2(-scales[t].gain.of[e / 2]) : scale;
     if (KV_GROUPS == 2 && t > 0) all_sync();  // orders the other group's reads of the rings before the next writes
-    store(p, r, part, rows.first + t * TILE, rows.end, w, softmax[t], o[t]);
+    store(p, same.request, same.part, same.rows.first + t * TILE, same.rows.end, w, softmax[t], o[t]);
   }
 }
 
-DEVICE void attend(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles, int part) {
+DEVICE void attend(const VerifyParams& p, const Piece& piece) {
   if constexpr (FP8)
-    attend_fp8(p, r, rows, tiles, part);
+    attend_fp8(p, piece);
   else
-    attend_16_bit(p, r, rows, tiles, part);
+    attend_16_bit(p, piece);
 }
 
 // Brings the page ids of the block's first tiles to the level-2 cache while the request's lengths are on their way, in
@@ -1220,7 +1260,7 @@ DEVICE void attend_split(const VerifyParams& p, const Request& r) {
     if (tiles.begin == tiles.end) return;
   }
   if (tiles.begin == tiles.end) return store_empty<THREADS>(p, r, 0, rows.first, rows.end);
-  attend(p, r, rows, tiles, 0);
+  attend(p, {r, rows, tiles, 0, 0});
 }
 
 // Returns the block's next item.
@@ -1228,13 +1268,13 @@ DEVICE int attend_item(const VerifyParams& p, int item) {
   const WorkItem w = load_work_item(p, item);
   const Request r = request_of(w);
   if (w.tiles.begin < w.tiles.end) {
-    attend(p, r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles, w.part);
+    attend(p, {r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles, w.part, item});
     if constexpr (FP8) block_sync();  // as in all_sync()
     block_sync();                     // orders this item's reads of shared memory before the next item's writes
   } else if (w.request != -1) {
     store_empty_item<THREADS>(p, w);
   }
-  return w.next;
+  return FIND_AGAIN ? load_work_item(p, item).next : w.next;
 }
 
 KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
@@ -1245,7 +1285,7 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
     prefetch_ids(p);
     const Request r = load_request(p, block_idx_z());
     attend_split(p, r);
-    store_padding<THREADS>(p, r);
+    store_padding<THREADS>(p, FIND_AGAIN ? load_request(p, block_idx_z()) : r);
   }
   launch_dependents();
 }
