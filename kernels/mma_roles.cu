@@ -54,6 +54,11 @@ static_assert((STAGES & (STAGES - 1)) == 0, "a stage's parity is found from the 
 static_assert(STAGES >= ROW_TILES, "q passes through the ring, 16 rows a stage");
 static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
 
+// What 8 bits leave no registers for: in lists of work, what follows from the lane, found anew for each tile; with a
+// row in two pieces the end of the tokens, which is read from shared memory.
+constexpr bool LANE_ANEW = FP8 && PLANNED;
+constexpr bool END_IN_SHARED = FP8 && SPLIT_KV && !PLANNED;
+
 struct Smem {
   static constexpr u32 RING = 0;  // [STAGES]: tile [16][PITCH], before it q; mbarriers
   static constexpr u32 RING_END = RING + STAGES * STAGE_BYTES;
@@ -77,6 +82,7 @@ struct Smem {
   static constexpr u32 TAIL_BEGIN = SOURCE + 16;           // i32: the mask columns begin here
   static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;       // i32: every row sees every token of the tiles before
   static constexpr u32 ITEM = MASKED_FROM + 4;             // i32, PLANNED: what the block works on
+  static constexpr u32 END = ITEM + 4;                     // i32, END_IN_SHARED: tokens_end()
   static constexpr u32 BYTES = SOURCE + 32;
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
@@ -544,6 +550,7 @@ DEVICE void weigh(u32 (&weights)[4], const float (&s)[2][4], Scorer& scorer) {
 }
 
 DEVICE void hand_over(const u32 (&weights)[4], bool raised, const Scorer& scorer, u32 smem, u32 weights_offset) {
+  if (LANE_ANEW) smem = scorer.fragments - (lane_idx_anew() + scorer.warp * 2 * WARP) * 16;
   const u32 buffer = smem + Smem::HANDOVER + weights_offset;
   st_shared_u32x4(scorer.fragments + Smem::WEIGHTS + weights_offset, {weights[0], weights[1], weights[2], weights[3]});
   if (lane_idx_anew() == 0) st_shared_u32(buffer + Smem::RAISED + scorer.warp * 4, raised);
@@ -576,16 +583,18 @@ DEVICE int finish_scores(const VerifyParams& p, const Scorer& scorer, u32 smem) 
 }
 
 // Products for the tile that begins at `token`, and meanwhile the scores of the tile before to weights: `own` are the
-// warp's partial scores of its own rows, at first of the tile before and then of this one.
+// warp's partial scores of its own rows, at first of the tile before and then of this one. Returns whether a tile
+// follows.
 template <bool PRODUCTS, bool WEIGHTS>
-DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands, float (&own)[2][4], i32 token,
+DEVICE bool score_step(const VerifyParams& p, Scorer& scorer, Operands& operands, float (&own)[2][4], i32 token,
                        u32& stage, u32 smem) {
   float s[2][2][4] = {};
   const u32 ring = smem + Smem::RING;
   const u32 keys = scorer.keys + stage, weights_offset = handover_of(token - TILE);
   const u32 handover = smem + Smem::HANDOVER + weights_offset;
   // After the last tile the same one again: its phase is over, and its operands come to nothing.
-  const bool has_next = token + TILE < scorer.end;
+  const bool has_next =
+      END_IN_SHARED ? warp_any(token + TILE < (i32)ld_shared_u32(smem + Smem::END)) : token + TILE < scorer.end;
   const u32 next = has_next ? next_stage(stage) : stage;
   if (PRODUCTS) multiply_q_k<0, TAKE_AT>(s, scorer, operands, keys, 0);
   if (WEIGHTS) take_scores(own, scorer, smem);
@@ -612,7 +621,7 @@ DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
   }
   if (PRODUCTS) multiply_q_k<RAISE_AT, STORE_AT>(s, scorer, operands, keys, 0);
   if (WEIGHTS) hand_over(weights, raised, scorer, smem, weights_offset);
-  if (!PRODUCTS) return;
+  if (!PRODUCTS) return false;
   multiply_q_k<STORE_AT, K_STEPS>(s, scorer, operands, keys, scorer.keys + next);
   mbarrier_arrive(ring + stage + Smem::EMPTY);  // orders the lane's reads of the tile before its refill
   give_scores(s[1], scorer);
@@ -621,6 +630,7 @@ DEVICE void score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
 #pragma unroll
     for (int e = 0; e < 4; e++) own[n][e] = s[0][n][e];
   stage = next;
+  return has_next;
 }
 
 // compute-sanitizer's racecheck does not see the first full barrier that follows named ones of other warps: the second
@@ -647,6 +657,7 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   scorer.end = tokens_end(p, piece);
   init_barriers<!FP8, true>(smem);
   publish_masks(p, piece, smem);
+  if (END_IN_SHARED && thread == 0) st_shared_u32(smem + Smem::END, (u32)scorer.end);
   block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
   if constexpr (FP8) scale_q(p, smem);
   load_q(p, smem, scorer);
@@ -664,10 +675,10 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   for (int i = 0; i < LOOKAHEAD; i++) load_keys(operands, scorer.keys, scorer.keys, i);
   if constexpr (FP8) convert_keys(operands, 0, 0), convert_keys(operands, 0, 1);
   u32 stage = 0;
-  score_step<true, false>(p, scorer, operands, own, 0, stage, smem);
+  bool more = score_step<true, false>(p, scorer, operands, own, 0, stage, smem);
   i32 token = TILE;
 #pragma unroll 1
-  for (; token < scorer.end; token += TILE) score_step<true, true>(p, scorer, operands, own, token, stage, smem);
+  for (; more; token += TILE) more = score_step<true, true>(p, scorer, operands, own, token, stage, smem);
   score_step<false, true>(p, scorer, operands, own, token, stage, smem);
   const int next = finish_scores(p, scorer, smem);
   all_sync();  // orders the reciprocal sums before the value warps' reads
@@ -756,15 +767,25 @@ DEVICE int finish_values(const VerifyParams& p, const Output& output, u32 smem) 
   return place.next;
 }
 
+// Where a thread reads what.
+struct Lane {
+  u32 fragments;  // its place in a pair of them, were they at 0
+  u32 values;     // its ldmatrix row of the warp's columns in stage 0
+};
+DEVICE Lane locate_lane(u32 smem) {
+  const u32 thread = thread_idx_anew(), lane = LANE_ANEW ? lane_idx_anew() : thread % WARP;
+  const u32 fragments = smem + lane * 16;
+  // Transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
+  return {fragments, smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 +
+                         (thread / WARP - SCORE_WARPS) * ((FP8 ? DL : LATENT_BYTES) / VALUE_WARPS)};
+}
+
 // Returns the block's next item.
 DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   const Source source = make_source(p, piece);
   // Read anew, so that nothing of it is kept from item to item.
-  const u32 thread = thread_idx_anew(), lane = thread % WARP;
-  const u32 fragments = keep_in_register(smem + lane * 16);
-  // Transposed: (r0, r1) is columns 0-7, (r2, r3) columns 8-15 of the 16 tokens.
-  const u32 values = keep_in_register(smem + Smem::RING + lane % 16 * PITCH + lane / 16 * 16 +
-                                      (thread / WARP - SCORE_WARPS) * ((FP8 ? DL : LATENT_BYTES) / VALUE_WARPS));
+  Lane at = locate_lane(smem);
+  at = {keep_in_register(at.fragments), keep_in_register(at.values)};
   i32 page_id = 0;  // of the next tile to copy; found one refill before it is used
   {
     const Share share = copy_share();
@@ -795,21 +816,22 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   u32 stage = 0;
 #pragma unroll 1
   for (i32 token = 0; token < source.end; token += TILE, stage = next_stage(stage)) {
+    if (LANE_ANEW) at = locate_lane(smem);
     const u32 full = smem + Smem::RING + stage + Smem::FULL, empty = full + Smem::EMPTY - Smem::FULL;
     const u32 handover = smem + Smem::HANDOVER + handover_of(token);
     u32 v[V_STEPS][4], weights[2][4];
     mbarrier_wait(full, stage_parity(token));  // orders the copies before the reads
-    load_values(values + stage, v);
+    load_values(at.values + stage, v);
     mbarrier_wait(handover + Smem::READY, handover_parity(token));  // orders the score warps' writes before the reads
     const u32x4 raised = ld_shared_u32x4(handover + Smem::RAISED);
-    load_weights(weights[0], fragments + handover_of(token), 0);
-    load_weights(weights[1], fragments + handover_of(token), 1);
+    load_weights(weights[0], at.fragments + handover_of(token), 0);
+    load_weights(weights[1], at.fragments + handover_of(token), 1);
     rescale_output(output, raised, handover);
     mbarrier_arrive(empty);  // orders the lane's reads of the tile before its refill
     multiply_p_v<0, V_STEPS>(output.o[0], weights[0], v);
-    load_weights(weights[0], fragments + handover_of(token), 2);
+    load_weights(weights[0], at.fragments + handover_of(token), 2);
     multiply_p_v<0, V_STEPS>(output.o[1], weights[1], v);
-    load_weights(weights[1], fragments + handover_of(token), 3);
+    load_weights(weights[1], at.fragments + handover_of(token), 3);
     mbarrier_arrive(handover + Smem::TAKEN);  // orders the lane's reads of the weights before the next writes
     // The stage takes the tile that is STAGES ahead. What is copied is also waited for, so no copy is in flight when
     // the block ends.

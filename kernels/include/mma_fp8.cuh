@@ -21,7 +21,10 @@ DEVICE float cache_scale(const VerifyParams& p) {
 
 // Scores are multiplied once, row by row, by all that is due: by this, the scale of the cache and what scaled q.
 DEVICE float score_factor(const VerifyParams& p) {
-  return scale_magnitude(p) * (SOFT_CAP ? 1.0f / p.logit_cap : LOG2_E);
+  if constexpr (!SOFT_CAP) return scale_magnitude(p) * LOG2_E;
+  // Divided for each item of a list anew: else the quotient stays in a register from the first one on.
+  const float cap = PLANNED ? as_f32(keep_in_register(as_u32(p.logit_cap))) : p.logit_cap;
+  return scale_magnitude(p) * (1.0f / cap);
 }
 // s -> tanh(s); capped_scale() holds the factor cap.
 DEVICE void cap_scores(float (&s)[2][4]) {
