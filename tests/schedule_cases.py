@@ -27,6 +27,7 @@ from mlaflash.lab.plan_inputs import plan_arguments
 from mlaflash.lab.target import call_name
 from mlaflash.mma_tiles import (
     NARROW,
+    NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
     NARROW_PAIR,
@@ -49,6 +50,8 @@ LISTS = Case(name="lists", q_lens=(2,), kv_lens=(150,), heads=8, sm_scale=0.1446
 def verify(case: Case, config: KernelConfig | None, *, splits: int | None = None, **options: Any) -> Scenario:
     """Make a scenario of a verify call, or of a sparse one."""
     arguments = build(case, 15)
+    if case.paired:  # its rope columns elsewhere than right behind the latent ones
+        arguments["kv_cache"] = tuple(piece.copy() for piece in arguments["kv_cache"])
     if config is not None:
         options |= {"kernel": config.kernel, "tiles": replace(config, **({"nsplit": splits} if splits else {}))}
 
@@ -162,6 +165,10 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
         "e4m3, two tiles a step": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, step_tiles=2), splits=1),
         "e4m3, two row tiles": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, row_tiles=2), splits=1),
         "e4m3 plan": lambda: planned(replace(PLANNED, kv_dtype="float8_e4m3", new_kv=True), NARROW_E4M3, 1),
+        "e4m3 plan, two row tiles": lambda: planned(
+            replace(PLANNED, kv_dtype="float8_e4m3", new_kv=True), NARROW_32_E4M3, 1
+        ),
+        "e4m3 lists": lambda: verify(replace(LISTS, kv_dtype="float8_e4m3"), NARROW_E4M3, splits=1),
         "e4m3, several tiles of new rows": lambda: verify(
             replace(FP8, q_lens=(70,), kv_lens=(90,), heads=1), NARROW_E4M3, splits=1
         ),
@@ -179,6 +186,7 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
         "call": lambda: verify(BASE, ROWS_64_ROLES, splits=1),
         "plan": lambda: planned(PLANNED, ROWS_64_ROLES, 1),
         "e4m3": lambda: verify(replace(FP8, new_kv=False), ROLES_E4M3, splits=1),
+        "e4m3 pairs": lambda: verify(replace(FP8, new_kv=False, paired=True), ROLES_E4M3, splits=1),
         "e4m3 plan": lambda: planned(replace(PLANNED, kv_dtype="float8_e4m3"), ROLES_E4M3, 1),
     },
     "plan": {

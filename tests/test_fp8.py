@@ -17,7 +17,7 @@ from mlaflash.interop import numpy_view
 from mlaflash.lab.inputs import KV_SCALE, Case, build
 from mlaflash.lab.plan_inputs import plan_arguments
 from mlaflash.lab.target import read_problem
-from mlaflash.mma_tiles import NARROW_32_E4M3, NARROW_PAIR, ROLES_E4M3, ROWS_64, MmaNarrowConfig
+from mlaflash.mma_tiles import NARROW_32_E4M3, NARROW_E4M3, NARROW_PAIR, ROLES_E4M3, ROWS_64, MmaNarrowConfig
 from mlaflash.params import DS_MLA_BYTES, FP8_CODES, row_bytes
 from mlaflash.plan import check_capacity, choose_work, run_launches
 from mlaflash.schedule import FP8_KERNELS, build_params, plan
@@ -454,6 +454,20 @@ def test_plans_agree_with_the_oracle(page_size: int, addressing: Any, heads: int
     arguments = build(case, 30)
     planned = make(case)
     assert planned.work.config.kernel in FP8_KERNELS[kv_dtype]
+    update(planned, arguments)
+    given = {name: arguments[name] for name in ("new_kv", "kv_scale") if name in arguments}
+    judge(planned.run(arguments["q"], arguments["kv_cache"], **given), arguments, case)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("logit_cap", [0.0, 30.0])
+@pytest.mark.parametrize("config", [NARROW_E4M3, NARROW_32_E4M3, ROLES_E4M3], ids=lambda config: str(config.rows))
+def test_plans_with_every_feature_agree_with_the_oracle(config: Any, logit_cap: float, paired: bool) -> None:
+    """Several items a block, and new rows over more than one tile."""
+    case = replace(BASE, q_lens=(20, 0, 5), kv_lens=(140, 7, 333), mask="tree", logit_cap=logit_cap, paired=paired)
+    case = replace(case, new_kv=config.kernel == "mma_narrow")
+    arguments = build(case, 33)
+    planned = make(case, tiles=config)
     update(planned, arguments)
     given = {name: arguments[name] for name in ("new_kv", "kv_scale") if name in arguments}
     judge(planned.run(arguments["q"], arguments["kv_cache"], **given), arguments, case)
