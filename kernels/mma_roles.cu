@@ -78,12 +78,14 @@ struct Smem {
   static constexpr u32 UNITS = RECIPROCALS;  // 8 bits, float32 [ROWS]: see scale_q(); until the sums are known
   static constexpr u32 VIEWS = RECIPROCALS + ROWS * 4;     // [ROWS]: visible_end() of a row, and its query token
   static constexpr u32 COLUMNS = VIEWS + ROWS * 8;         // u32 [MASK_WORDS] mask columns that any row sees
-  static constexpr u32 SOURCE = COLUMNS + MASK_WORDS * 4;  // struct Source without its end, SOURCE_IN_SHARED
+  static constexpr u32 SOURCE = COLUMNS + MASK_WORDS * 4;  // struct Source without its end
   static constexpr u32 TAIL_BEGIN = SOURCE + 16;           // i32: the mask columns begin here
   static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;       // i32: every row sees every token of the tiles before
   static constexpr u32 ITEM = MASKED_FROM + 4;             // i32, PLANNED: what the block works on
   static constexpr u32 END = ITEM + 4;                     // i32, END_IN_SHARED: tokens_end()
   static constexpr u32 BYTES = SOURCE + 32;
+  // In a row of a stage.
+  static constexpr u32 ID = PITCH - 16;  // i32: of the page of the row that takes this one's place
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
   static constexpr u32 EMPTY = FULL + 8;     // mbarrier: all warps have read it
@@ -157,15 +159,15 @@ DEVICE Source make_source(const VerifyParams& p, const Piece& piece) {
   return {end, begin, first_id, r.kv_len - r.q_len, r.q_begin - (r.kv_len - r.q_len)};
 }
 
-// A row in two pieces, or of two places, leaves no registers for more than its end.
+// No registers are left through the loop for `first_id`, and where a row is in two pieces, or of two places, none but
+// for its end.
 constexpr bool SOURCE_IN_SHARED = NEW_KV || SPLIT_KV || FP8;
 
 DEVICE void publish_source(const Piece& piece, u32 smem) {
   const Request& r = piece.request;
   const i32 new_begin = r.kv_len - r.q_len;
-  if (SOURCE_IN_SHARED)
-    st_shared_u32x4(smem + Smem::SOURCE,
-                    {(u32)piece.begin, (u32)r.id_begin, (u32)new_begin, (u32)(r.q_begin - new_begin)});
+  st_shared_u32x4(smem + Smem::SOURCE,
+                  {(u32)piece.begin, (u32)r.id_begin, (u32)new_begin, (u32)(r.q_begin - new_begin)});
 }
 DEVICE Source load_source(const Source& s, u32 smem) {
   if (!SOURCE_IN_SHARED) return s;
@@ -228,9 +230,22 @@ DEVICE bool is_seen(const Source& s, u32 smem, i32 token) {
   return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
 }
 
+// Behind a row of the ring goes the page id of the row that takes its place: a load to a register would hold up the
+// warp's other loads from when the id is needed on.
+DEVICE void copy_id(const VerifyParams& p, Source s, u32 smem, u32 dst, i32 tile_token, u32 row) {
+  s.first_id = (i32)ld_shared_u32(smem + Smem::SOURCE + 4);
+  if (SOURCE_IN_SHARED) s.begin = (i32)ld_shared_u32(smem + Smem::SOURCE);
+  if (NEW_KV) s.new_begin = (i32)ld_shared_u32(smem + Smem::SOURCE + 8);
+  const i32 token = source_token(s, tile_token, row);
+  if constexpr (NEW_KV)
+    cp_async_4_zfill(dst, id_ptr(p, s, token), token < s.new_begin ? 4 : 0);
+  else
+    cp_async_4(dst, id_ptr(p, s, token));
+}
+
 // The thread's part of copying the tile that begins at `tile_token`, from `row` on, and its arrival on the full barrier
 // for when that has landed.
-DEVICE void copy_tile(const Source& s, u32 smem, u32 stage_offset, i32 tile_token, KvRow row) {
+DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stage_offset, i32 tile_token, KvRow row) {
   const Share share = copy_share();
   const u32 stage = smem + Smem::RING + stage_offset;
   const u32 dst = stage + share.row * PITCH + share.element * element_bytes<KV_DTYPE>();
@@ -244,6 +259,7 @@ DEVICE void copy_tile(const Source& s, u32 smem, u32 stage_offset, i32 tile_toke
     for (int i = 0; i < COPIES; i++) cp_async_16_zfill(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16, bytes);
     if (copies_rope(share.element)) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
   }
+  if (share.element == 0) copy_id(p, s, smem, dst + Smem::ID, tile_token + STAGES * TILE, share.row);
   cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
 }
 
@@ -786,7 +802,6 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   // Read anew, so that nothing of it is kept from item to item.
   Lane at = locate_lane(smem);
   at = {keep_in_register(at.fragments), keep_in_register(at.values)};
-  i32 page_id = 0;  // of the next tile to copy; found one refill before it is used
   {
     const Share share = copy_share();
     i32 first[STAGES];
@@ -803,8 +818,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
 #pragma unroll
     for (int i = 0; i < STAGES; i++)
       if (i * TILE < source.end)
-        copy_tile(source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
-    page_id = find_page(p, source, STAGES * TILE, share.row);
+        copy_tile(p, source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
   }
   Output output;
 #pragma unroll
@@ -827,6 +841,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     load_weights(weights[0], at.fragments + handover_of(token), 0);
     load_weights(weights[1], at.fragments + handover_of(token), 1);
     rescale_output(output, raised, handover);
+    const i32 page_id = (i32)ld_shared_u32(smem + Smem::RING + stage + copy_share().row * PITCH + Smem::ID);
     mbarrier_arrive(empty);  // orders the lane's reads of the tile before its refill
     multiply_p_v<0, V_STEPS>(output.o[0], weights[0], v);
     load_weights(weights[0], at.fragments + handover_of(token), 2);
@@ -843,10 +858,9 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     if (tile_token < source.end) {
       mbarrier_wait(empty, stage_parity(token));  // orders all reads of the tile before the copies
       if (!EARLY) row = source_row(p, load_source(source, smem), tile_token, page_id, copy_share());
-      copy_tile(source, smem, stage, tile_token, row);
+      copy_tile(p, source, smem, stage, tile_token, row);
     }
     multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
-    page_id = find_page(p, load_source(source, smem), tile_token + TILE, copy_share().row);
     multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
   }
   all_sync();  // orders the reciprocal sums before the reads
