@@ -79,13 +79,14 @@ struct Smem {
   static constexpr u32 VIEWS = RECIPROCALS + ROWS * 4;     // [ROWS]: visible_end() of a row, and its query token
   static constexpr u32 COLUMNS = VIEWS + ROWS * 8;         // u32 [MASK_WORDS] mask columns that any row sees
   static constexpr u32 SOURCE = COLUMNS + MASK_WORDS * 4;  // struct Source without its end
+  static constexpr u32 FIRST_ID = SOURCE + 4;              // of Source
   static constexpr u32 TAIL_BEGIN = SOURCE + 16;           // i32: the mask columns begin here
   static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;       // i32: every row sees every token of the tiles before
   static constexpr u32 ITEM = MASKED_FROM + 4;             // i32, PLANNED: what the block works on
   static constexpr u32 END = ITEM + 4;                     // i32, END_IN_SHARED: tokens_end()
   static constexpr u32 BYTES = SOURCE + 32;
   // In a row of a stage.
-  static constexpr u32 ID = PITCH - 16;  // i32: of the page of the row that takes this one's place
+  static constexpr u32 ID = PITCH - 16;  // i32, IDS_IN_RING: of the page of the row that takes this one's place
   // In a stage.
   static constexpr u32 FULL = TILE * PITCH;  // mbarrier: the tile has landed
   static constexpr u32 EMPTY = FULL + 8;     // mbarrier: all warps have read it
@@ -230,12 +231,15 @@ DEVICE bool is_seen(const Source& s, u32 smem, i32 token) {
   return column < 0 || ld_shared_u32(smem + Smem::COLUMNS + (column >> 5) * 4) >> (column & 31) & 1;
 }
 
-// Behind a row of the ring goes the page id of the row that takes its place: a load to a register would hold up the
-// warp's other loads from when the id is needed on.
+// Behind a row of the ring goes the page id of the row that takes its place: a register that is loaded a tile ahead is
+// waited for where a row has a page of its own. That takes more registers where a row is in two pieces or 8 bits.
+constexpr bool IDS_IN_RING = !SPLIT_KV && !FP8;
+
 DEVICE void copy_id(const VerifyParams& p, Source s, u32 smem, u32 dst, i32 tile_token, u32 row) {
-  s.first_id = (i32)ld_shared_u32(smem + Smem::SOURCE + 4);
-  if (SOURCE_IN_SHARED) s.begin = (i32)ld_shared_u32(smem + Smem::SOURCE);
-  if (NEW_KV) s.new_begin = (i32)ld_shared_u32(smem + Smem::SOURCE + 8);
+  if (SOURCE_IN_SHARED)
+    s = load_source(s, smem);
+  else
+    s.first_id = (i32)ld_shared_u32(smem + Smem::FIRST_ID);
   const i32 token = source_token(s, tile_token, row);
   if constexpr (NEW_KV)
     cp_async_4_zfill(dst, id_ptr(p, s, token), token < s.new_begin ? 4 : 0);
@@ -259,7 +263,7 @@ DEVICE void copy_tile(const VerifyParams& p, const Source& s, u32 smem, u32 stag
     for (int i = 0; i < COPIES; i++) cp_async_16_zfill(dst + i * COPY_LANES * 16, row.c + i * COPY_LANES * 16, bytes);
     if (copies_rope(share.element)) cp_async_16_zfill(dst + LATENT_BYTES, row.pe, bytes);
   }
-  if (share.element == 0) copy_id(p, s, smem, dst + Smem::ID, tile_token + STAGES * TILE, share.row);
+  if (IDS_IN_RING && share.element == 0) copy_id(p, s, smem, dst + Smem::ID, tile_token + STAGES * TILE, share.row);
   cp_async_mbarrier_arrive_noinc(stage + Smem::FULL);
 }
 
@@ -802,6 +806,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   // Read anew, so that nothing of it is kept from item to item.
   Lane at = locate_lane(smem);
   at = {keep_in_register(at.fragments), keep_in_register(at.values)};
+  i32 page_id = 0;  // of the next tile to copy
   {
     const Share share = copy_share();
     i32 first[STAGES];
@@ -819,6 +824,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     for (int i = 0; i < STAGES; i++)
       if (i * TILE < source.end)
         copy_tile(p, source, smem, i * STAGE_BYTES, i * TILE, source_row(p, source, i * TILE, first[i], share));
+    if (!IDS_IN_RING) page_id = find_page(p, source, STAGES * TILE, share.row);
   }
   Output output;
 #pragma unroll
@@ -841,7 +847,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     load_weights(weights[0], at.fragments + handover_of(token), 0);
     load_weights(weights[1], at.fragments + handover_of(token), 1);
     rescale_output(output, raised, handover);
-    const i32 page_id = (i32)ld_shared_u32(smem + Smem::RING + stage + copy_share().row * PITCH + Smem::ID);
+    if (IDS_IN_RING) page_id = (i32)ld_shared_u32(smem + Smem::RING + stage + copy_share().row * PITCH + Smem::ID);
     mbarrier_arrive(empty);  // orders the lane's reads of the tile before its refill
     multiply_p_v<0, V_STEPS>(output.o[0], weights[0], v);
     load_weights(weights[0], at.fragments + handover_of(token), 2);
@@ -861,6 +867,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
       copy_tile(p, source, smem, stage, tile_token, row);
     }
     multiply_p_v<0, V_STEPS>(output.o[2], weights[0], v);
+    if (!IDS_IN_RING) page_id = find_page(p, load_source(source, smem), tile_token + TILE, copy_share().row);
     multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
   }
   all_sync();  // orders the reciprocal sums before the reads
