@@ -50,8 +50,6 @@ LISTS = Case(name="lists", q_lens=(2,), kv_lens=(150,), heads=8, sm_scale=0.1446
 def verify(case: Case, config: KernelConfig | None, *, splits: int | None = None, **options: Any) -> Scenario:
     """Make a scenario of a verify call, or of a sparse one."""
     arguments = build(case, 15)
-    if case.paired:  # its rope columns elsewhere than right behind the latent ones
-        arguments["kv_cache"] = tuple(piece.copy() for piece in arguments["kv_cache"])
     if config is not None:
         options |= {"kernel": config.kernel, "tiles": replace(config, **({"nsplit": splits} if splits else {}))}
 

@@ -473,8 +473,9 @@ def test_every_form_that_a_call_asks_for_is_compiled(arch: str) -> None:
                 mask="chain",
             )
             arguments = build(case, 0)
-            if layout == "apart":
-                arguments["kv_cache"] = tuple(np.ascontiguousarray(part) for part in arguments["kv_cache"])
+            if layout == "paired":
+                whole = np.concatenate(arguments["kv_cache"], -1)
+                arguments["kv_cache"] = whole[..., :512], whole[..., 512:]
             problem = Problem.from_arrays(numpy_view, out_dtype=out_dtype, **arguments)
             plans = [plan(problem, device)]
             plans += [plan(problem, device, kernel=kernel) for kernel in KERNELS if takes(kernel, case)]

@@ -462,6 +462,9 @@ def _laid(trial: _Trial, name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         if name == "kv_cache" and value[0].ndim == 3 and trial.chance(0.2):
             value = tuple(piece[:, :, None] for piece in value)
+        if name == "kv_cache" and trial.chance(0.3):
+            whole = put(np.concatenate(value, -1))
+            return whole[..., :DL], whole[..., DL:]
         return tuple(_laid(trial, name, piece) for piece in value)
     if name not in ("q", "kv_cache", "new_kv") or not isinstance(value, np.ndarray) or value.ndim < 2:
         return put(value)

@@ -70,7 +70,7 @@ class Case:
     addressing : {"indices", "block_table", "dense"}
         How pages are named; ``dense`` makes page b request b and ignores `page_size`.
     paired : bool
-        Hand q and the cache over as pairs of two arrays.
+        Hand q and the cache over as pairs of two arrays; those of the cache lie in buffers of their own.
     new_kv : bool
         Hand the last q_len tokens over apart from the cache.
     topk : int
@@ -282,7 +282,8 @@ def _poison(pool: Array) -> Any:
 
 def _cache(case: Case, pool: Array) -> dict[str, Any]:
     """Return the arguments about the cache."""
-    given: dict[str, Any] = {"kv_cache": _split(pool) if case.paired and case.kv_dtype != "fp8_ds_mla" else pool}
+    apart = case.paired and case.kv_dtype != "fp8_ds_mla"
+    given: dict[str, Any] = {"kv_cache": tuple(part.copy() for part in _split(pool)) if apart else pool}
     if case.kv_dtype is not None:
         given["kv_dtype"] = case.kv_dtype
     if case.kv_dtype == "float8_e4m3":

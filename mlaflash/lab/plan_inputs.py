@@ -200,8 +200,6 @@ def random_step(rng: np.random.Generator, setup: Setup, *, pairs: int = 150_000)
         new_kv=setup.build.new_kv,
     )
     arguments = build(case, int(rng.integers(2**32)))
-    if setup.build.split_kv:
-        arguments["kv_cache"] = tuple(map(np.ascontiguousarray, arguments["kv_cache"]))
     _share_pages(rng, case, arguments)
     arguments["mask"], source = setup.mask, None
     if setup.mask == "tree":

@@ -267,8 +267,6 @@ class _Lane:
         )
         self.budget = (None, "sm_120")[rng.integers(2)]
         self.host = build(self.case, int(rng.integers(2**32)))
-        if which.split_kv:
-            self.host["kv_cache"] = tuple(map(np.ascontiguousarray, self.host["kv_cache"]))
         ids = self.host.pop("block_table" if self.case.addressing == "block_table" else "kv_indices").ravel()
         self.pages = ids[ids != GARBAGE_ID]
         self.step = self._room()

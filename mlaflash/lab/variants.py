@@ -364,10 +364,7 @@ def _problem(
         mask="none" if sparse else "causal",
         topk=2 if sparse else 0,
     )
-    arguments = build(case, 0)
-    if split_kv:
-        arguments["kv_cache"] = tuple(np.ascontiguousarray(part) for part in arguments["kv_cache"])
-    return read_problem(arguments | {"out_dtype": out_dtype})
+    return read_problem(build(case, 0) | {"out_dtype": out_dtype})
 
 
 def _shipped(kernel: str, problem: Problem, device: Device) -> list[KernelConfig | None]:
