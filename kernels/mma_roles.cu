@@ -54,10 +54,10 @@ static_assert((STAGES & (STAGES - 1)) == 0, "a stage's parity is found from the 
 static_assert(STAGES >= ROW_TILES, "q passes through the ring, 16 rows a stage");
 static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
 
-// What 8 bits leave no registers for: in lists of work, what follows from the lane, found anew for each tile; with a
-// row in two pieces the end of the tokens, which is read from shared memory.
-constexpr bool LANE_ANEW = FP8 && PLANNED;
-constexpr bool END_IN_SHARED = FP8 && SPLIT_KV && !PLANNED;
+// What some builds have no registers for: what follows from the lane, found anew for each tile; and the end of the
+// tokens, which is read from shared memory.
+constexpr bool LANE_ANEW = FP8 ? PLANNED : SPLIT_KV;
+constexpr bool END_IN_SHARED = FP8 && SPLIT_KV;
 
 struct Smem {
   static constexpr u32 RING = 0;  // [STAGES]: tile [16][PITCH], before it q; mbarriers
