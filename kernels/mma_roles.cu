@@ -507,9 +507,14 @@ DEVICE void multiply_q_k(float (&s)[2][2][4], const Scorer& scorer, Operands& op
 DEVICE int given_barrier(u32 warp) { return 1 + warp; }  // the warp's scores of its partner's rows are there
 DEVICE int taken_barrier(u32 warp) { return 1 + SCORE_WARPS + warp; }  // the warp has read what its partner gave
 
+// A warp's number that is found anew takes no register from tile to tile, where there is none.
+DEVICE u32 partner_of(const Scorer& scorer) {
+  return (FP8 && SPLIT_KV && PLANNED ? thread_idx_anew() / WARP : scorer.warp) ^ 1;
+}
+
 DEVICE void give_scores(const float (&s)[2][4], const Scorer& scorer) {
   // Orders the partner's reads of the tile before this one before the writes.
-  named_barrier_sync(taken_barrier(scorer.warp ^ 1), 2 * WARP);
+  named_barrier_sync(taken_barrier(partner_of(scorer)), 2 * WARP);
   const bool is_odd = keep_in_register(scorer.warp) & 1;  // computed anew for each tile, for want of a register
   const u32 partner = scorer.fragments + (is_odd ? 0 : 4 * FRAGMENT_BYTES) - 2 * FRAGMENT_BYTES;
 #pragma unroll
@@ -519,7 +524,7 @@ DEVICE void give_scores(const float (&s)[2][4], const Scorer& scorer) {
 }
 
 DEVICE void take_scores(float (&s)[2][4], const Scorer& scorer, u32 smem) {
-  named_barrier_sync(given_barrier(scorer.warp ^ 1), 2 * WARP);  // orders the partner's writes before the reads
+  named_barrier_sync(given_barrier(partner_of(scorer)), 2 * WARP);  // orders the partner's writes before the reads
   // 8 bits: from q K as multiplied to exponents, or to what soft-capping takes.
   float units[2] = {1.0f, 1.0f};
 #pragma unroll
