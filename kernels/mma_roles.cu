@@ -685,8 +685,7 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   init_barriers<!FP8, true>(smem);
   publish_masks(p, piece, smem);
   if (END_IN_SHARED && thread == 0) st_shared_u32(smem + Smem::END, (u32)scorer.end);
-  roles_sync(smem,
-             0);  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
+  roles_sync(smem, 0);  // orders the barriers' initialisation, the masks, the item and q before their uses
   if constexpr (FP8) scale_q(p, smem);
   load_q(p, smem, scorer);
   roles_sync(smem, FP8 ? 0 : 1);  // orders the reads of q before the KV copies that overwrite it
@@ -824,8 +823,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
 #pragma unroll
     for (int i = 0; i < STAGES; i++) prefetch_tile(p, source, i * TILE, share, first[i]);
     cp_async_wait_all();
-    roles_sync(smem,
-               0);  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
+    roles_sync(smem, 0);  // orders the barriers' initialisation, the masks, the item and q before their uses
     if constexpr (FP8) scale_q(p, smem);
     roles_sync(smem, FP8 ? 0 : 1);           // orders the reads of q before the KV copies that overwrite it
     if constexpr (FP8) roles_sync(smem, 1);  // orders the barriers' initialisation before their uses

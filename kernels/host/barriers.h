@@ -154,11 +154,10 @@ OUT_OF_LINE void count_arrival(Block& block, Mbarrier& mbarrier, u32 thread, Sit
 }
 
 // LANE_RACES: a lane stands for what the others did before the last point that orders them, and for no more, unless
-// all of them arrive.
+// all of them arrive. Some may do so while others still wait at that point.
 OUT_OF_LINE void release_lane(Warp& warp, Mbarrier& mbarrier) {
   if (!LANE_RACES) return release(warp, mbarrier.open);
   u32& arrived = mbarrier.arrived[warp.index];
-  if (mbarrier.arrived_segment[warp.index] != warp.segment) arrived = 0;
   mbarrier.arrived_segment[warp.index] = warp.segment;
   arrived |= lane_bit(current_thread());
   Clock seen = warp.seen;
