@@ -208,7 +208,7 @@ DEVICE void init_barriers(u32 smem) {
   if (thread_idx() != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
     mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::FULL, THREADS);
-    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, SPARSE_IDS ? WARPS : THREADS);
+    mbarrier_init(smem + Smem::RING + stage * STAGE_BYTES + Smem::EMPTY, THREADS);
   }
 }
 
@@ -362,7 +362,8 @@ DEVICE void mask_tile(const VerifyParams& p, const Block& b, float (&s)[2][4]) {
 }
 
 // SPARSE_IDS: listed_bits() of the step's tile, from the ids that came with its rows.
-DEVICE u32 listed_tokens(const Block& b, u32 lane) {
+DEVICE u32 listed_tokens(const Block& b) {
+  const u32 lane = lane_idx_anew();  // here and for the mask: kept, it would take a register that sm_120 has to spill
   const u32 row = b.smem + Smem::RING + b.at.scores.offset + lane % TILE * PITCH;
   return listed_bits(ld_shared_u32(row + Smem::ID), b.at.token + lane % TILE, b.source.end);
 }
@@ -397,14 +398,13 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state) {
   if (!SCORES) return;
   const u32 lane = b.source.thread % WARP;
   // Orders the lane's reads of tile n - 1 before the refill, which waits for every lane: racecheck does not see that
-  // one may arrive for all after a warp_sync. With lists of slots one does: registers would spill on sm_120.
-  if (VALUES && SPARSE_IDS) warp_sync();
-  if (VALUES && (!SPARSE_IDS || lane == 0)) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
+  // one may arrive for all after a warp_sync.
+  if (VALUES) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
   exchange_scores(s, b.smem, b.warp, lane, at.exchange);
-  const u32 listed = SPARSE_IDS ? listed_tokens(b, lane) : ~0u;
+  const u32 listed = SPARSE_IDS ? listed_tokens(b) : ~0u;
   soft_cap(p, s);
   if constexpr (SPARSE_IDS) {
-    if (listed != ~0u) mask_scores(s, {listed, listed});
+    if (listed != ~0u) mask_scores(s, {listed, listed}, lane_idx_anew());
   } else if (at.token >= b.source.masked_from) {
     mask_tile(p, b, s);
   }
