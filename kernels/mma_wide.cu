@@ -37,6 +37,11 @@ constexpr int EXCHANGE_BUFFER = WARPS * 2 * SCORE_BYTES;  // partial scores of a
 
 constexpr int Q_STAGE = STAGES - ROW_GROUPS;  // q passes through this one and those behind it
 
+// Two column warps take all registers of a thread. Some features leave none for the lane and the spare stage, which are
+// then found anew for each step, and none for what follows from the thread, then found anew for each item of a list.
+constexpr bool STEP_ANEW = COLUMN_WARPS == 2 && NEW_KV;
+constexpr bool ITEM_ANEW = COLUMN_WARPS == 2 && PLANNED && (SOFT_CAP || NEW_KV || SPLIT_KV);
+
 static_assert(WARPS == 4 || WARPS == 8, "each half-warp copies one or two rows of a tile");
 static_assert(REFILL_AT >= 0 && REFILL_AT <= STREAM, "the refill interrupts the stream of products");
 static_assert(STAGES >= 3, "two tiles are in use, one at least must be in flight");
@@ -68,6 +73,11 @@ DEVICE Stage next_stage(Stage s) {
   return {s.offset + STAGE_BYTES, s.parity};
 }
 
+DEVICE Stage previous_stage(Stage s) {
+  if (s.offset == 0) return {(STAGES - 1) * STAGE_BYTES, s.parity ^ 1};
+  return {s.offset - STAGE_BYTES, s.parity};
+}
+
 // Uniform. Where step n finds its tiles: n for the scores, n - 1 for the values, and n - 2, whose stage is free for
 // another.
 struct Position {
@@ -85,6 +95,9 @@ DEVICE Position next_position(const Position& at) {
 
 // --- the lane's place ----------------------------------------------------------------------------------------------
 
+DEVICE int thread_of_item() { return ITEM_ANEW ? thread_idx_anew() : thread_idx(); }
+DEVICE int lane_of_item() { return ITEM_ANEW ? lane_idx_anew() : lane_idx(); }
+
 struct Warp {
   u32 row_group, column;  // uniform: row_group owns rows 16 * row_group ..., column its share of dims and columns
   u32 keys, values;       // address of the lane's ldmatrix row in stage 0
@@ -92,7 +105,7 @@ struct Warp {
 
 DEVICE Warp locate(u32 smem) {
   Warp w;
-  const u32 lane = lane_idx(), warp = make_uniform(warp_idx());
+  const u32 lane = lane_of_item(), warp = make_uniform(thread_of_item() / WARP);
   w.row_group = warp / COLUMN_WARPS;
   w.column = warp % COLUMN_WARPS;
   // Keys: matrices 0, 1 are dims 0-7, 8-15 of tokens 0-7, and 2, 3 those of tokens 8-15: (r0, r1) and (r2, r3) are the
@@ -121,7 +134,7 @@ struct Source {
 DEVICE Source make_source(const VerifyParams& p, const Request& r, const RowTile& rows, const TileRange& tiles) {
   const int masked_from = min_int(max_int(first_masked_tile(p, r, rows), tiles.begin), tiles.end);
   Source s;
-  s.thread = keep_in_register(thread_idx());
+  s.thread = keep_in_register(thread_of_item());
   s.id_bytes = p.wide_ids ? 8 : 4;
   const u64 ids = (u64)p.page_ids + r.id_begin * s.id_bytes;
   s.ids = (const u8*)((u64)make_uniform((u32)(ids >> 32)) << 32 | make_uniform((u32)ids));
@@ -224,7 +237,7 @@ DEVICE void retire_barriers(u32 smem) {
 // Starts the copies of q, 16 rows a stage from Q_STAGE on. Rows past the last one are zeros.
 DEVICE void copy_q(const VerifyParams& p, const RowTile& rows, u32 smem) {
   constexpr int ROWS_PER_WARP = ROWS / WARPS;
-  const int begin = warp_idx() * ROWS_PER_WARP, chunk = lane_idx() * 16;
+  const int begin = thread_of_item() / WARP * ROWS_PER_WARP, chunk = lane_of_item() * 16;
   int head = (rows.first + begin) % p.num_heads;
   int token = rows.q_first + (rows.first % p.num_heads + begin) / p.num_heads;
 #pragma unroll
@@ -253,7 +266,7 @@ DEVICE void publish_columns(const VerifyParams& p, const Request& r, const RowTi
 
 // A fragments of the warp's 16 rows and its share of the dims.
 DEVICE void load_q(u32 (&q)[K_STEPS][4], const VerifyParams& p, u32 smem, const Warp& w) {
-  const int lane = lane_idx();
+  const int lane = lane_of_item();
   const u32 addr = smem + Smem::RING + (Q_STAGE + w.row_group) * STAGE_BYTES + w.column * (ROW_BYTES / COLUMN_WARPS) +
                    lane % 16 * PITCH + lane / 16 * 16;
 #pragma unroll
@@ -372,7 +385,7 @@ DEVICE u32 listed_tokens(const Block& b) {
 // every thread, so no copy is in flight when the block ends.
 DEVICE void refill(const VerifyParams& p, Block& b) {
   const i32 tile_token = b.at.token + (STAGES - 2) * TILE;
-  const Stage spare = b.at.spare;
+  const Stage spare = STEP_ANEW ? previous_stage(b.at.values) : b.at.spare;
   if (tile_token < b.source.end) {
     // Orders every warp's reads of tile n - 2 before the copies over it.
     mbarrier_wait(b.smem + Smem::RING + spare.offset + Smem::EMPTY, spare.parity);
@@ -396,7 +409,7 @@ DEVICE void step(const VerifyParams& p, Block& b, State& state) {
   if (SCORES && VALUES) refill(p, b);
   stream<SCORES, VALUES, REFILL_AT, STREAM>(state, s, f, keys, values);
   if (!SCORES) return;
-  const u32 lane = b.source.thread % WARP;
+  const u32 lane = STEP_ANEW ? lane_idx_anew() : b.source.thread % WARP;
   // Orders the lane's reads of tile n - 1 before the refill, which waits for every lane: racecheck does not see that
   // one may arrive for all after a warp_sync.
   if (VALUES) mbarrier_arrive(ring + at.values.offset + Smem::EMPTY);
