@@ -233,18 +233,20 @@ def test_new_kv(mask: str, paired: bool) -> None:
 def test_a_cache_of_two_buffers(tiles: Any) -> None:
     case = replace(BASE, paired=True)
     arguments = build(case, 13)
-    plan = make(case, split_kv=True, tiles=tiles)
-    views = step(plan, arguments)
-    expect(views, arguments)
+    plan = make(case, tiles=tiles)
+    apart = step(plan, arguments)
+    expect(apart, arguments)
+    whole = np.concatenate(arguments["kv_cache"], -1)
+    views = whole[..., :512], whole[..., 512:]
     # Of the same layout as the views, but elsewhere.
-    buffers = arguments["kv_cache"][0], np.full_like(arguments["kv_cache"][0].base, np.nan)[..., 512:]
-    buffers[1][...] = arguments["kv_cache"][1]
-    assert_same(step(plan, arguments | {"kv_cache": buffers}), views)
-    assert_same(step(plan, arguments | {"kv_cache": tuple(map(np.ascontiguousarray, buffers))}), views)
-    fused = make(case, tiles=tiles)
-    assert_same(step(fused, arguments), views)
+    buffers = views[0], np.full_like(whole, np.nan)[..., 512:]
+    buffers[1][...] = views[1]
+    for cache in (views, buffers):
+        assert_same(step(plan, arguments | {"kv_cache": cache}), apart)
+    fused = make(case, split_kv=False, tiles=tiles)
+    assert_same(step(fused, arguments | {"kv_cache": views}), apart)
     with pytest.raises(InvalidArgumentError, match="split_kv=True"):
-        run(fused, arguments | {"kv_cache": buffers})
+        run(fused, arguments)
 
 
 def test_e7_strided_q_and_results() -> None:
@@ -858,14 +860,6 @@ def test_one_long_request_beside_equal_ones_has_the_least_longest_block(tiles: A
     assert loads_of(plan).max() == least_longest(plan, q_lens, kv_lens)
 
 
-@pytest.mark.xfail(strict=True, reason="no schedule is: the least is 48 or 49 tiles, up to 1.19 of the mean, not 1.15")
-@pytest.mark.parametrize(("tiles", "length", "others"), ONE_LONG)
-def test_one_long_request_beside_equal_ones_is_spread_as_evenly(tiles: Any, length: int, others: int) -> None:
-    plan = schedules(8, tiles)
-    schedule(plan, [8] * (1 + others), [length] + [512] * others)
-    check_balance(plan)
-
-
 @pytest.mark.parametrize("tiles", [NARROW, ROWS_64], ids=str)
 @settings(max_examples=40, deadline=None)
 @given(
@@ -1351,7 +1345,7 @@ BETWEEN_ITEMS = r"block_sync\(\);(?= +// orders this item's reads)"
 STATEMENTS = {
     "mma_narrow": BETWEEN_ITEMS,
     "mma_wide": rf"{BETWEEN_ITEMS}|retire_barriers\(shared_base\(\)\);",
-    "mma_roles": rf"{BETWEEN_ITEMS}|retire_barriers\(shared_base\(\)\);",
+    "mma_roles": r"roles_sync\(\w+\(\), 1\);(?= +// orders this item's reads)|retire_barriers\(shared_base\(\)\);",
     "plan": r"block_sync\(\);",
     "combine_planned": r"block_sync\(\);",
 }

@@ -159,6 +159,7 @@ def plan_arguments(case: Case, **extra: Any) -> dict[str, Any]:
         "q_dtype": case.dtype,
         "logit_cap": case.logit_cap,
         "new_kv": case.new_kv,
+        "split_kv": case.is_split_kv,
     } | extra
 
 
