@@ -269,8 +269,10 @@ DEVICE void store_zeros(const VerifyParams& p, const Request& r, int row, int pa
 template <int THREADS>
 DEVICE void store_empty(const VerifyParams& p, const Request& r, int part, int first, int end) {
   constexpr int QUADS = DL / 4;
-  for (int row = first + thread_idx(); row < end; row += THREADS) store_lse(p, r, row, part, neg_inf());
-  for (int i = thread_idx(); i < (end - first) * QUADS; i += THREADS) {
+  // PLANNED: anew, or registers keep what follows from it from item to item.
+  const int thread = PLANNED ? thread_idx_anew() : thread_idx();
+  for (int row = first + thread; row < end; row += THREADS) store_lse(p, r, row, part, neg_inf());
+  for (int i = thread; i < (end - first) * QUADS; i += THREADS) {
     if (OUT_DTYPE == PARTIAL_DTYPE || !is_partial(p, part))
       store_zeros<OUT_DTYPE>(p, r, first + i / QUADS, part, i % QUADS);
     else
