@@ -54,10 +54,10 @@ static_assert((STAGES & (STAGES - 1)) == 0, "a stage's parity is found from the 
 static_assert(STAGES >= ROW_TILES, "q passes through the ring, 16 rows a stage");
 static_assert(!PLANNED || PLANNED_ROWS == ROWS, "the list has row tiles of this kernel");
 
-// What 8 bits leave no registers for: in lists of work, what follows from the lane, found anew for each tile; with a
-// row in two pieces the end of the tokens, which is read from shared memory.
-constexpr bool LANE_ANEW = FP8 && PLANNED;
-constexpr bool END_IN_SHARED = FP8 && SPLIT_KV && !PLANNED;
+// What some builds have no registers for: what follows from the lane, found anew for each tile; and the end of the
+// tokens, which is read from shared memory.
+constexpr bool LANE_ANEW = FP8 ? PLANNED : SPLIT_KV;
+constexpr bool END_IN_SHARED = FP8 && SPLIT_KV;
 
 struct Smem {
   static constexpr u32 RING = 0;  // [STAGES]: tile [16][PITCH], before it q; mbarriers
@@ -84,7 +84,8 @@ struct Smem {
   static constexpr u32 MASKED_FROM = TAIL_BEGIN + 4;       // i32: every row sees every token of the tiles before
   static constexpr u32 ITEM = MASKED_FROM + 4;             // i32, PLANNED: what the block works on
   static constexpr u32 END = ITEM + 4;                     // i32, END_IN_SHARED: tokens_end()
-  static constexpr u32 BYTES = SOURCE + 32;
+  static constexpr u32 MEETING = SOURCE + 32;              // mbarrier of roles_sync()
+  static constexpr u32 BYTES = SOURCE + 48;
   // In a row of a stage.
   static constexpr u32 ID = PITCH - 16;  // i32, IDS_IN_RING: of the page of the row that takes this one's place
   // In a stage.
@@ -102,6 +103,14 @@ DEVICE u32 next_stage(u32 stage) { return stage == (STAGES - 1) * STAGE_BYTES ? 
 DEVICE u32 handover_of(u32 token) { return token / TILE % 2 * FRAGMENT_BYTES; }
 DEVICE u32 stage_parity(u32 token) { return token / TILE / STAGES % 2; }
 DEVICE u32 handover_parity(u32 token) { return token / TILE / 2 % 2; }
+
+// All threads, in alternate phases of one mbarrier. The two roles meet at two places of the code, which
+// compute-sanitizer takes for an error of a full barrier, though PTX allows it.
+DEVICE void roles_sync(u32 smem, u32 parity) {
+  const u32 meeting = keep_in_register(smem) + Smem::MEETING;  // computed anew, for want of a register
+  mbarrier_arrive(meeting);
+  mbarrier_wait(meeting, parity);
+}
 
 // --- what the block computes ----------------------------------------------------------------------------------------
 
@@ -355,7 +364,7 @@ DEVICE void scale_q(const VerifyParams& p, u32 smem) {
       if (lane == 0 && row < ROWS) st_shared_f32(smem + Smem::UNITS + row * 4, power.reciprocal * unit);
     }
   }
-  block_sync();  // orders the writes before the score warps' reads
+  roles_sync(smem, 1);  // orders the writes before the score warps' reads
 }
 
 // --- score warps ----------------------------------------------------------------------------------------------------
@@ -653,13 +662,6 @@ DEVICE bool score_step(const VerifyParams& p, Scorer& scorer, Operands& operands
   return has_next;
 }
 
-// compute-sanitizer's racecheck does not see the first full barrier that follows named ones of other warps: the second
-// is for it alone.
-DEVICE void all_sync() {
-  block_sync();
-  block_sync();
-}
-
 // Returns the block's next item.
 DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   Scorer scorer;
@@ -678,13 +680,14 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   init_barriers<!FP8, true>(smem);
   publish_masks(p, piece, smem);
   if (END_IN_SHARED && thread == 0) st_shared_u32(smem + Smem::END, (u32)scorer.end);
-  block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
+  roles_sync(smem,
+             0);  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
   if constexpr (FP8) scale_q(p, smem);
   load_q(p, smem, scorer);
-  block_sync();  // orders the reads of q before the KV copies that overwrite it
+  roles_sync(smem, FP8 ? 0 : 1);  // orders the reads of q before the KV copies that overwrite it
   if constexpr (FP8) {
     init_barriers<true, false>(smem);  // where q was
-    block_sync();                      // orders the barriers' initialisation before their uses
+    roles_sync(smem, 1);               // orders the barriers' initialisation before their uses
   }
 
   Operands operands;
@@ -701,7 +704,7 @@ DEVICE int score_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
   for (; more; token += TILE) more = score_step<true, true>(p, scorer, operands, own, token, stage, smem);
   score_step<false, true>(p, scorer, operands, own, token, stage, smem);
   const int next = finish_scores(p, scorer, smem);
-  all_sync();  // orders the reciprocal sums before the value warps' reads
+  roles_sync(smem, 0);  // orders the reciprocal sums before the value warps' reads
   return next;
 }
 
@@ -816,10 +819,11 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
 #pragma unroll
     for (int i = 0; i < STAGES; i++) prefetch_tile(p, source, i * TILE, share, first[i]);
     cp_async_wait_all();
-    block_sync();  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
+    roles_sync(smem,
+               0);  // orders the barriers' initialisation, the masks, the item and the copies of q before their uses
     if constexpr (FP8) scale_q(p, smem);
-    block_sync();                     // orders the reads of q before the KV copies that overwrite it
-    if constexpr (FP8) block_sync();  // orders the barriers' initialisation before their uses
+    roles_sync(smem, FP8 ? 0 : 1);           // orders the reads of q before the KV copies that overwrite it
+    if constexpr (FP8) roles_sync(smem, 1);  // orders the barriers' initialisation before their uses
 #pragma unroll
     for (int i = 0; i < STAGES; i++)
       if (i * TILE < source.end)
@@ -870,7 +874,7 @@ DEVICE int value_tiles(const VerifyParams& p, const Piece& piece, u32 smem) {
     if (!IDS_IN_RING) page_id = find_page(p, load_source(source, smem), tile_token + TILE, copy_share().row);
     multiply_p_v<0, V_STEPS>(output.o[3], weights[1], v);
   }
-  all_sync();  // orders the reciprocal sums before the reads
+  roles_sync(smem, 0);  // orders the reciprocal sums before the reads
   return finish_values(p, output, smem);
 }
 
@@ -890,13 +894,15 @@ DEVICE int attend_item(const VerifyParams& p, int item) {
   }
   const Request r = request_of(w);
   const int next = attend(p, make_piece(r, row_tile(p, r, w.row_tile * ROWS, ROWS), w.tiles), item);
-  block_sync();  // orders this item's reads of shared memory before the next item's writes
+  roles_sync(shared_base(), 1);  // orders this item's reads of shared memory before the next item's writes
   retire_barriers(shared_base());
   if constexpr (FP8) block_sync();  // orders that before the next item's copies of q, which take the barriers' memory
   return next;
 }
 
 KERNEL(mlaflash_mma_roles, THREADS, 1) {
+  if (thread_idx_anew() == 0) mbarrier_init(shared_base() + Smem::MEETING, THREADS);
+  block_sync();  // orders the initialisation before the first use
   if constexpr (PLANNED) {
 #pragma unroll 1
     for (int item = block_idx_x(); item >= 0;) item = make_uniform(attend_item(p, item));

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlaflash.errors import ShapeError, UnsupportedError
-from mlaflash.lab.compare import Comparison, compare, tolerance
+from mlaflash.lab.compare import Comparison, compare, tolerance, tolerance_of_few
 from mlaflash.lab.inputs import Case, build
 from mlaflash.oracle import mla_verify
 
@@ -82,6 +82,24 @@ def in_parts(arguments: dict[str, Any], dtype: str, parts: int) -> tuple[Array, 
     lse = np.logaddexp.reduce([lse for _, lse in pieces])
     out = sum(np.exp(part - lse)[..., None] * out.astype(np.float32) for out, part in pieces)
     return np.asarray(out).astype(DTYPES[dtype]), lse
+
+
+def test_few_rows_are_held_to_more_than_their_mean() -> None:
+    limits = tolerance("float16", "float16")
+    rows = np.random.default_rng(1).standard_normal((400, 512))
+    assert tolerance_of_few(limits, rows[:1]).norm == pytest.approx(limits.row_norm)
+    assert tolerance_of_few(limits, 0 * rows).norm == pytest.approx(limits.row_norm)
+    assert tolerance_of_few(limits, rows).norm == pytest.approx(limits.norm, rel=0.01)
+    # One row of a weight beside many that weigh nothing is one row.
+    rows[1:] *= 1e-4
+    assert tolerance_of_few(limits, rows).norm == pytest.approx(limits.row_norm, rel=1e-4)
+    lse = np.zeros(400)
+    off = rows.copy()
+    off[0] *= 1 + 1.2 * 2.0**-11
+    assert not compare(off, lse, rows, lse, limits).passed
+    assert compare(off, lse, rows, lse, tolerance_of_few(limits, rows)).passed
+    off[0] *= 1 + 0.5 * 2.0**-11
+    assert not compare(off, lse, rows, lse, tolerance_of_few(limits, rows)).passed
 
 
 @pytest.mark.parametrize("parts", [2, 9])

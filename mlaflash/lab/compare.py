@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,31 @@ def tolerance(q_dtype: Any, out_dtype: Any, *, partials: bool = False) -> Tolera
     if unit:
         return Tolerance(rel=2.01 * 2 * unit, row_norm=1.6 * unit, norm=0.64 * unit, lse_abs=1e-5, lse_rel=2e-6)
     return Tolerance(rel=4e-5, row_norm=2e-5, norm=1e-5, lse_abs=1e-5, lse_rel=2e-6)
+
+
+def tolerance_of_few(limits: Tolerance, expected_out: npt.ArrayLike) -> Tolerance:
+    """Return the tolerance of a result whose rows may be too few for their errors to average out.
+
+    The squared relative error of the whole is the mean of the rows', each weighed by its share of the squared norm. The
+    shares make ``n = 1 / sum(share**2)`` rows of one size. With one of these at its own bound and the others at the
+    bound of the whole, that becomes ``sqrt(norm**2 + (row_norm**2 - norm**2) / n)``: a single row is held to its own
+    bound, hundreds of them to `norm`.
+
+    Parameters
+    ----------
+    limits : Tolerance
+    expected_out : array_like, shape (..., H, 512)
+
+    Returns
+    -------
+    Tolerance
+        `limits` with another `norm`.
+    """
+    expected = _float64(expected_out)
+    sizes = np.sum(np.where(np.isfinite(expected), expected, 0.0) ** 2, axis=-1)
+    total = sizes.sum()
+    share = float(np.sum((sizes / total) ** 2)) if total > 0 else 1.0
+    return replace(limits, norm=math.sqrt(limits.norm**2 + (limits.row_norm**2 - limits.norm**2) * share))
 
 
 def compare(

@@ -24,7 +24,7 @@ from mlaflash.errors import (
     MlaFlashError,
     UnsupportedError,
 )
-from mlaflash.lab.compare import compare, tolerance
+from mlaflash.lab.compare import compare, tolerance, tolerance_of_few
 from mlaflash.lab.inputs import GARBAGE_ID, Case, build
 from mlaflash.lab.mask_inputs import NAMES as MASK_FORMATS
 from mlaflash.lab.mask_inputs import Batch, encode, widened
@@ -446,7 +446,7 @@ def _hold(
         # Garbage that some row sees may reach rows beside it, by weights of 0.
         out = np.where(np.isnan(out), expected_out.astype(out.dtype), out)
     q = arguments["q"][0] if isinstance(arguments["q"], tuple) else arguments["q"]
-    limits = tolerance(q.dtype.name, out.dtype.name, partials=True)
+    limits = tolerance_of_few(tolerance(q.dtype.name, out.dtype.name, partials=True), expected_out)
     found = compare(out, lse, expected_out, expected_lse, limits)
     if not found.passed:
         raise _Wrong(
@@ -858,7 +858,7 @@ def _shard(trial: _Trial) -> bool:
     )
     expected = oracle.mla_verify(**arguments, lse_base=base)
     out, lse = map(place.get, merged)
-    result = compare(out, lse, *expected, tolerance(dtype, dtype, partials=True))
+    result = compare(out, lse, *expected, tolerance_of_few(tolerance(dtype, dtype, partials=True), expected[0]))
     if not result.passed:
         raise _Wrong(f"{result.reason}; {result.worst_array}{list(result.worst_index)} is {result.worst_actual:.8g}")
     return False

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mlaflash.lab.compare import Comparison, compare, tolerance
+from mlaflash.lab.compare import Comparison, compare, tolerance, tolerance_of_few
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.mask_inputs import NAMES, Array, Batch, Encoded, encode, widened
 from mlaflash.mask_source import MaskSource
@@ -164,7 +164,8 @@ def plan_arguments(case: Case, **extra: Any) -> dict[str, Any]:
 
 def judge(result: tuple[Any, Any], expected: tuple[Any, Any], dtype: str) -> Comparison:
     """Hold a result in NumPy against the oracle's; `dtype` is q's."""
-    return compare(*result, *expected, tolerance(dtype, result[0].dtype.name, partials=True))
+    limits = tolerance(dtype, result[0].dtype.name, partials=True)
+    return compare(*result, *expected, tolerance_of_few(limits, expected[0]))
 
 
 def random_setup(rng: np.random.Generator, builds: Sequence[Build] = BUILDS, *, longest: int = 600) -> Setup:

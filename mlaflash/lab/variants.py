@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
-
 from mlaflash import combine, cost, mask_pack, tuned
 from mlaflash.device import Device
 from mlaflash.distributed import merging, transposing
