@@ -1,4 +1,4 @@
-// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head), or over 8 bits 32, of
+// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head), or X
 // one request over one split of its KV, and reads every KV row once for all of them.
 //
 // Grid:   x = ceil(max_q_len * H / ROWS) row tiles, y = split, z = request; PLANNED x = work_blocks.
@@ -16,6 +16,7 @@ constexpr int WARPS = KV_GROUPS * COLUMN_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int STEP = STEP_TILES * TILE;  // tokens that a group takes at once
 constexpr int ROWS = ROW_TILES * TILE;
+constexpr bool TALL_16 = ROW_TILES == 2 && !FP8;
 
 // A warp's slice of a q row, and of a KV row where that has 16 bits.
 constexpr int Q_LATENT_BYTES = DL / COLUMN_WARPS * 2;
@@ -40,7 +41,7 @@ static_assert(STAGES >= 2, "one tile is read while the next one is copied");
 static_assert(STEP_TILES == 1 || (STEP_TILES == 2 && FP8), "two tiles of 16 bits leave no registers");
 static_assert(!DETERMINISTIC || (!FP8 && ROW_TILES == 1), "no such build");
 static_assert(ROW_TILES == 1 || (ROW_TILES == 2 && !TOKEN_SCALES && STEP_TILES == 1), "no such build");
-static_assert(ROW_TILES == 1 || FP8 || !SPARSE_IDS, "a list is that of one row tile");
+static_assert(!TALL_16 || !SPARSE_IDS, "a list is that of one row tile");
 static_assert(ROW_TILES == 1 || (COLUMN_WARPS == 4 && EXCHANGE_BUFFERS == 1),
               "a lane of a group weighs four scores of one of 32 rows");
 static_assert(COLUMN_WARPS == 4 || (COLUMN_WARPS == 2 && KV_DTYPE == FLOAT8_E4M3 && STEP_TILES * ROW_TILES == 1),
@@ -81,8 +82,7 @@ constexpr int MIN_BLOCKS = FP8 && WARPS == 4 && !IS_LARGE && 3 * (Smem::BYTES + 
 // These builds have no registers to keep, through the loop over the cache, what can be found again after it; and those
 // with new rows beside two row tiles none for what follows from the lane, which they find anew for each tile.
 constexpr bool LOCATE_AGAIN = FP8 && NEW_KV && ROW_TILES == 2;
-constexpr bool FIND_AGAIN =
-    LOCATE_AGAIN || (!FP8 && ROW_TILES == 2 && !PLANNED && !SOFT_CAP) || (SPARSE_IDS && COLUMN_WARPS == 2);
+constexpr bool FIND_AGAIN = LOCATE_AGAIN || (TALL_16 && !PLANNED && !SOFT_CAP) || (SPARSE_IDS && COLUMN_WARPS == 2);
 static_assert(KV_GROUPS == 1 || (FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES,
               "half of o and the softmax state fit a warp's ring");
 
@@ -678,7 +678,7 @@ DEVICE void take_weights(const Warp& w, u32 (&weights)[ROW_TILES][N][4], float (
   }
   const u32x4 raised = ld_shared_u32x4(w.handover + Smem::RAISED);
   if (!(raised.x | raised.y | raised.z | raised.w)) return;
-  const int lane = !FP8 && (NEW_KV || PLANNED) ? lane_idx_anew() : w.lane;  // nothing of this is kept for then
+  const int lane = TALL_16 && (NEW_KV || PLANNED) ? lane_idx_anew() : w.lane;  // nothing of this is kept for then
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
@@ -982,7 +982,7 @@ DEVICE void load_first_ids(const VerifyParams& p, const Warp& w, const Source& s
   for (int i = 0; i < STAGES; i++)
     if (has_ids(s, s.tile + i * KV_GROUPS * STEP_TILES))
       ids[i] = ld_global_u32(id_ptr(p, w, s, s.tile + i * KV_GROUPS * STEP_TILES));
-    else if (LOCATE_AGAIN || (ROW_TILES == 2 && !FP8))
+    else if (LOCATE_AGAIN || TALL_16)
       ids[i] = 0;  // registers would keep from item to item what is not set
 }
 DEVICE void store_first_ids(const Warp& w, const Source& s, const u32 (&ids)[STAGES]) {
@@ -1326,7 +1326,7 @@ DEVICE void attend_fp8(const VerifyParams& p, const Piece& piece) {
 DEVICE void attend(const VerifyParams& p, const Piece& piece) {
   if constexpr (FP8)
     attend_fp8(p, piece);
-  else if constexpr (ROW_TILES == 2)
+  else if constexpr (TALL_16)
     attend_32_rows(p, piece);
   else
     attend_16_bit(p, piece);
@@ -1363,7 +1363,8 @@ DEVICE int attend_item(const VerifyParams& p, int item) {
     if constexpr (FP8) block_sync();  // as in all_sync()
     block_sync();                     // orders this item's reads of shared memory before the next item's writes
   } else if (w.request != -1) {
-    store_empty_item<THREADS>(p, w);
+    // Anew, or registers keep what follows from it from item to item.
+    store_empty_item<THREADS>(p, w, TALL_16 ? thread_idx_anew() : thread_idx());
   }
   return FIND_AGAIN ? load_work_item(p, item).next : w.next;
 }
