@@ -1,9 +1,10 @@
-// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head), or X
+// The tensor-core kernel for few rows: one block computes 16 or 32 packed rows (query token x head) of
 // one request over one split of its KV, and reads every KV row once for all of them.
 //
 // Grid:   x = ceil(max_q_len * H / ROWS) row tiles, y = split, z = request; PLANNED x = work_blocks.
 // Block:  32 * COLUMN_WARPS * KV_GROUPS threads.
-// Shared: in 16 bits KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
+// Shared: in 16 bits KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes, and 10,784 more for 32 rows in two
+//         groups (struct Smem).
 // Idea:   four warps share the 16 rows of a KV group; each owns 128 latent and 16 rope columns, 288 bytes of a KV row.
 //         They are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes
 //         that it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps
@@ -16,7 +17,7 @@ constexpr int WARPS = KV_GROUPS * COLUMN_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int STEP = STEP_TILES * TILE;  // tokens that a group takes at once
 constexpr int ROWS = ROW_TILES * TILE;
-constexpr bool TALL_16 = ROW_TILES == 2 && !FP8;
+constexpr bool TALL_16 = ROW_TILES == 2 && !FP8;  // needs every register that a thread can have
 
 // A warp's slice of a q row, and of a KV row where that has 16 bits.
 constexpr int Q_LATENT_BYTES = DL / COLUMN_WARPS * 2;
