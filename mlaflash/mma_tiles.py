@@ -198,8 +198,8 @@ class MmaNarrowConfig:
     column_warps : int
         Warps of a group, each with its share of the columns: 4 or, over a cache of e4m3, 2.
     shared_steps : int
-        Over a cache of e4m3 with two row tiles or two column warps, of the steps through a warp's share of q those that stay in shared
-        memory for want of registers, 0 to 7.
+        Over a cache of e4m3 with two row tiles or two column warps, of the steps through a warp's share of q those
+        that stay in shared memory for want of registers, 0 to 7.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.

@@ -392,8 +392,8 @@ def _plan_mma(problem: Problem, config: MmaKernelConfig, device: Device) -> Sche
         )
     if problem.is_sparse and isinstance(config, MmaNarrowConfig) and config.row_tiles == 2 and not problem.is_fp8:
         raise UnsupportedError(
-            f"row_tiles is 2 and kv_cache is {problem.kv_dtype}; two row tiles over 16 bits do not take lists of slots. "
-            "Use 1, or leave kernel and tiles out to have them chosen."
+            f"row_tiles is 2 and kv_cache is {problem.kv_dtype}; two row tiles over 16 bits do not take lists of "
+            "slots. Use 1, or leave kernel and tiles out to have them chosen."
         )
     # One at least: the last request's blocks also write the padding behind it.
     row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))

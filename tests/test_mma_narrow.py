@@ -311,7 +311,7 @@ def test_constants_that_the_kernel_is_not_built_for_are_refused(wrong):
 
 def test_lists_of_slots_are_not_for_two_row_tiles():
     lists = read_problem(build(replace(BASE, mask="none", topk=40), 27))
-    with pytest.raises(UnsupportedError, match="row_tiles is 2 and kv_cache is bfloat16; .* lists of slots. Use 1"):
+    with pytest.raises(UnsupportedError, match=r"row_tiles is 2 and kv_cache is bfloat16; .* lists of slots. Use 1"):
         plan(lists, Device.for_arch("sm_120"), tiles=NARROW_32)
     assert plan(lists, Device.for_arch("sm_120"), kernel="mma_narrow").config == NARROW
 
