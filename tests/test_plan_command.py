@@ -19,7 +19,7 @@ from mlaflash.errors import InvalidArgumentError, MissingDependencyError
 from mlaflash.jit import cached, compile_cached
 from mlaflash.lab.explain import explain
 from mlaflash.lab.inputs import Case, build
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR
+from mlaflash.mma_tiles import NARROW, NARROW_32, NARROW_32_DEEP
 from mlaflash.plan import choose_work
 from mlaflash.shape import mask_launches, plan_launches
 
@@ -175,8 +175,8 @@ def test_a_budget_changes_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlaflash.device.Device.current", lambda index=None: device)
     arguments = ("--heads", "32", "--q-len", "1", "--batch", "32", "--kv-len", "32768")
     free, kept = (document(*arguments, *budget)["mla_verify"] for budget in ((), ("--budget", "sm_120")))
-    assert free["config"] == without_splits(ROWS_32_PAIR)
-    assert kept["config"] == without_splits(ROWS_32)
+    assert free["config"] == without_splits(NARROW_32_DEEP)
+    assert kept["config"] == without_splits(NARROW_32)
     assert kept["kernels"][0]["shared_limit"] == apply_budget(Device.for_arch("sm_90"), "sm_120").shared_per_block
 
 
