@@ -173,7 +173,7 @@ def test_lengths_go_round_the_batch_and_may_come_in_several_options() -> None:
 def test_a_budget_changes_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     device = replace(Device.for_arch("sm_90"), name="NVIDIA H200", is_present=True)
     monkeypatch.setattr("mlaflash.device.Device.current", lambda index=None: device)
-    arguments = ("--heads", "32", "--q-len", "1", "--batch", "32", "--kv-len", "32768")
+    arguments = ("--heads", "32", "--q-len", "1", "--batch", "32", "--kv-len", "8192")
     free, kept = (document(*arguments, *budget)["mla_verify"] for budget in ((), ("--budget", "sm_120")))
     assert free["config"] == without_splits(NARROW_32_DEEP)
     assert kept["config"] == without_splits(NARROW_32)
