@@ -16,7 +16,6 @@ from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import (
     NARROW,
     NARROW_32,
-    NARROW_32_DEEP,
     NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
@@ -41,7 +40,6 @@ TILES = {
     "NARROW": NARROW,
     "NARROW_PAIR": NARROW_PAIR,
     "NARROW_32": NARROW_32,
-    "NARROW_32_DEEP": NARROW_32_DEEP,
     "ROWS_32": ROWS_32,
     "ROWS_32_PAIR": ROWS_32_PAIR,
     "ROWS_64": ROWS_64,
