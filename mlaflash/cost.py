@@ -25,6 +25,8 @@ from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.mma_tiles import (
     NARROW,
+    NARROW_32,
+    NARROW_32_DEEP,
     NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
@@ -184,6 +186,23 @@ class RowClass:
 
 ROW_CLASSES: Final = (
     RowClass(NARROW, start_us=5.6, tile_clocks=806, counts=TileCounts(136, 68, 16_896, 18_688, 4, 0)),
+    # Two row tiles: by one measurement each, 32 requests x 32 rows x 8,192 tokens.
+    RowClass(
+        NARROW_32,
+        start_us=5.7,
+        tile_clocks=1120,
+        counts=TileCounts(272, 68, 23_900, 18_688, 8, 0),
+        least_capability=(9, 0),
+        takes_lists=False,
+    ),
+    RowClass(
+        NARROW_32_DEEP,
+        start_us=5.7,
+        tile_clocks=1070,
+        counts=TileCounts(272, 68, 23_900, 18_688, 8, 0),
+        least_capability=(9, 0),
+        takes_lists=False,
+    ),
     RowClass(ROWS_32, start_us=5.7, tile_clocks=1366, counts=TileCounts(272, 136, 32_768, 18_432, 8, 512)),
     RowClass(
         ROWS_32_PAIR,

@@ -19,9 +19,9 @@ from mlaflash.cost import (
     choose,
     speed_of,
 )
-from mlaflash.device import Device, apply_budget, occupancy_blocks
+from mlaflash.device import Device, apply_budget
 from mlaflash.errors import InvalidArgumentError, TileError
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES
+from mlaflash.mma_tiles import NARROW, NARROW_32, NARROW_32_DEEP, ROWS_32, ROWS_64, ROWS_64_ROLES
 from mlaflash.params import row_bytes
 
 H200 = replace(Device.for_arch("sm_90"), name="NVIDIA H200")
@@ -106,7 +106,7 @@ def test_full_batches_take_the_smallest_tile_that_holds_the_rows(device, tall):
     """On an sm_120 the tensor cores are the limit, whichever kernel feeds them."""
     limited = apply_budget(device, "sm_120")
     chosen = [choose(rows, 32, 32_768, limited).config for rows in (8, 16, 32, 64, 512)]
-    assert chosen == [NARROW, NARROW, ROWS_32, tall, tall]
+    assert chosen == [NARROW, NARROW, NARROW_32, tall, tall]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
@@ -119,10 +119,16 @@ def test_64_rows_take_mma_wide_where_mma_roles_does_not_fit():
     assert choose(64, 32, 32_768, tight).config is ROWS_64
 
 
-def test_32_rows_take_two_blocks_an_sm_where_they_fit():
-    for kv_len in (8192, 32_768):
-        assert choose(32, 32, kv_len, H200).config is ROWS_32_PAIR
-    assert occupancy_blocks(ROWS_32_PAIR.shared_bytes(), H200) == 2
+def test_32_rows_take_four_tiles_a_ring_where_they_fit():
+    assert choose(32, 32, 8192, H200).config is NARROW_32_DEEP
+    assert choose(32, 32, 8192, apply_budget(H200, "sm_120")).config is NARROW_32
+    assert NARROW_32_DEEP.shared_bytes() > PRO_6000.shared_per_block
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+def test_32_rows_and_lists_take_mma_wide_where_two_row_tiles_do_not_fit_registers(arch):
+    assert choose(32, 32, 8192, Device.for_arch(arch)).config.kernel == "mma_wide"
+    assert choose(32, 32, 8192, H200, is_sparse=True).config not in (NARROW_32, NARROW_32_DEEP)
 
 
 def test_splits_fill_the_gpu_once():

@@ -15,6 +15,7 @@ from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import (
     NARROW,
+    NARROW_32,
     NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
@@ -38,6 +39,7 @@ FORMATS = (*NAMES, "sglang_bitpacking", "tree_mask")
 TILES = {
     "NARROW": NARROW,
     "NARROW_PAIR": NARROW_PAIR,
+    "NARROW_32": NARROW_32,
     "ROWS_32": ROWS_32,
     "ROWS_32_PAIR": ROWS_32_PAIR,
     "ROWS_64": ROWS_64,
@@ -63,6 +65,7 @@ class Build:
 BUILDS = (
     Build(NARROW),
     Build(NARROW_PAIR, "float16", "float32", new_kv=True),
+    Build(NARROW_32, "float16", "float32", new_kv=True),
     Build(ROWS_32, "float16", "float16", logit_cap=3.0, split_kv=True),
     Build(ROWS_32_PAIR, "bfloat16", "float32", new_kv=True, split_kv=True),
     Build(ROWS_64),
