@@ -216,7 +216,7 @@ ROW_CLASSES: Final = (
         # Call after call it is 2.5 us less. Between other kernels, as in a model, its code has to come from memory.
         start_us=10.5,
         tile_clocks=1564,
-        counts=TileCounts(544, 104, 48_656, 18_432, 16, 1_024),
+        counts=TileCounts(544, 104, 48_656, 18_496, 16, 1_024),
         least_capability=(9, 0),
         takes_lists=False,
         small_pages=1.15,
