@@ -171,9 +171,6 @@ ROWS_64: Final = MmaWideConfig(row_groups=4, column_warps=2, lookahead=1, refill
 ROWS_32: Final = MmaWideConfig(row_groups=2, column_warps=4, lookahead=3, refill_at=3)
 """Row tiles of 32: 91,344 bytes, under 200 registers."""
 
-ROWS_32_PAIR: Final = MmaWideConfig(row_groups=2, column_warps=2, refill_at=5)
-"""Row tiles of 32 in blocks of four warps, two on an SM where its shared memory holds them: not within an sm_120's."""
-
 
 @dataclass(frozen=True, slots=True)
 class MmaNarrowConfig:

@@ -318,7 +318,6 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
         row_tile=row_tile,
         is_sparse=problem.is_sparse,
         has_new_kv=has_new_kv,
-        page_size=problem.page_size,
         kv_dtype=problem.kv_dtype,
     )
 

@@ -37,7 +37,7 @@ from mlaflash.lab.plan_inputs import (
     random_setup,
     random_step,
 )
-from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, MmaNarrowConfig
+from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32, ROWS_64, ROWS_64_ROLES, MmaNarrowConfig
 from mlaflash.plan import check_capacity, choose_work, plan_launch, run_launches
 from mlaflash.problem import MAX_KV_LEN
 from mlaflash.tiles import TileConfig
@@ -832,7 +832,7 @@ lengths = st.one_of(
 )
 
 
-@pytest.mark.parametrize("tiles", [NARROW, NARROW_PAIR, ROWS_32_PAIR, ROWS_64], ids=str)
+@pytest.mark.parametrize("tiles", [NARROW, NARROW_PAIR, ROWS_32, ROWS_64], ids=str)
 @settings(max_examples=25, deadline=None, derandomize=True)  # the next test has what a lucky draw finds
 @given(kv_lens=lengths, q_len=st.sampled_from([1, 2, 8, 16]), heads=st.sampled_from([8, 16]))
 @example([100_000] + [512] * 47, 8, 8)
