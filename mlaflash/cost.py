@@ -546,7 +546,7 @@ def start_tiles(config: MmaKernelConfig, device: Device, kv_dtype: str = "bfloat
         What the cache holds.
     """
     row_class = _nearest_class(config, kv_dtype)
-    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2, 64, kv_dtype).tile_us(row_class)
+    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2, kv_dtype).tile_us(row_class)
     return max(1, round(_LATER_START * row_class.start_us / tile_us))
 
 
