@@ -124,13 +124,13 @@ def timed(problem: Problem, kv_dtype: str, device: Device, options: argparse.Nam
     limits = device if options.budget is None else apply_budget(device, options.budget)
     classes: list[Any] = [None]
     if options.every_kernel:
-        classes += cost.fitting_classes(limits, page_size=problem.page_size, kv_dtype=kv_dtype)
+        classes += cost.fitting_classes(limits, kv_dtype=kv_dtype)
     expected = problem.expected(numbers)
     found = []
     for row_class in classes:
         tiles = None
         if row_class is not None:
-            same = {"row_tile": row_class.config.rows, "page_size": problem.page_size, "kv_dtype": kv_dtype}
+            same = {"row_tile": row_class.config.rows, "kv_dtype": kv_dtype}
             splits = cost.choose(q_len * heads, batch, kv_len, limits, **same).num_splits
             tiles = replace(row_class.config, nsplit=splits)
         errors = []

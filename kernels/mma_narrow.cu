@@ -1,9 +1,10 @@
-// The tensor-core kernel for few rows: one block computes 16 packed rows (query token x head), or over 8 bits 32, of
+// The tensor-core kernel for few rows: one block computes 16 or 32 packed rows (query token x head) of
 // one request over one split of its KV, and reads every KV row once for all of them.
 //
 // Grid:   x = ceil(max_q_len * H / ROWS) row tiles, y = split, z = request; PLANNED x = work_blocks.
 // Block:  32 * COLUMN_WARPS * KV_GROUPS threads.
-// Shared: in 16 bits KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes (struct Smem).
+// Shared: in 16 bits KV_GROUPS * (STAGES * 18,688 + EXCHANGE_BUFFERS * 4,096) bytes, and 10,784 more for 32 rows in two
+//         groups (struct Smem).
 // Idea:   four warps share the 16 rows of a KV group; each owns 128 latent and 16 rope columns, 288 bytes of a KV row.
 //         They are its part of the reduction q K and, as values, its part of the output: so it copies exactly the bytes
 //         that it reads, into a ring of its own, and no other warp waits for them. Once a tile of 16 tokens the warps
@@ -16,6 +17,7 @@ constexpr int WARPS = KV_GROUPS * COLUMN_WARPS;
 constexpr int THREADS = WARPS * WARP;
 constexpr int STEP = STEP_TILES * TILE;  // tokens that a group takes at once
 constexpr int ROWS = ROW_TILES * TILE;
+constexpr bool TALL_16 = ROW_TILES == 2 && !FP8;  // needs every register that a thread can have
 
 // A warp's slice of a q row, and of a KV row where that has 16 bits.
 constexpr int Q_LATENT_BYTES = DL / COLUMN_WARPS * 2;
@@ -33,17 +35,19 @@ constexpr int Q_STEPS = K_STEPS + (TOKEN_SCALES && Q_DTYPE == FLOAT16 ? 1 : 0); 
 constexpr int O_TILES = V_STEPS * 2;
 constexpr int FINAL_TILES = O_TILES / KV_GROUPS;  // of them, those that a warp stores
 constexpr int K_AHEAD = 2;                        // ldmatrix in flight before the product that uses the first
+constexpr int V_AHEAD = 2;                        // the same of values, for two row tiles of 16 bits
 
 static_assert(KV_GROUPS == 1 || KV_GROUPS == 2, "two groups exchange halves of their columns");
 static_assert(STAGES >= 2, "one tile is read while the next one is copied");
 static_assert(STEP_TILES == 1 || (STEP_TILES == 2 && FP8), "two tiles of 16 bits leave no registers");
-static_assert(!DETERMINISTIC || !FP8, "no such build");
-static_assert(ROW_TILES == 1 || (ROW_TILES == 2 && KV_DTYPE == FLOAT8_E4M3 && STEP_TILES == 1), "no such build");
+static_assert(!DETERMINISTIC || (!FP8 && ROW_TILES == 1), "no such build");
+static_assert(ROW_TILES == 1 || (ROW_TILES == 2 && !TOKEN_SCALES && STEP_TILES == 1), "no such build");
+static_assert(!TALL_16 || !SPARSE_IDS, "a list is that of one row tile");
 static_assert(ROW_TILES == 1 || (COLUMN_WARPS == 4 && EXCHANGE_BUFFERS == 1),
               "a lane of a group weighs four scores of one of 32 rows");
 static_assert(COLUMN_WARPS == 4 || (COLUMN_WARPS == 2 && KV_DTYPE == FLOAT8_E4M3 && STEP_TILES * ROW_TILES == 1),
               "half of the columns of 16 bits, or of two tiles, leave no registers");
-static_assert(SHARED_STEPS == 0 || (ROW_TILES * 4 / COLUMN_WARPS == 2 && SHARED_STEPS < V_STEPS),
+static_assert(SHARED_STEPS == 0 || (FP8 && ROW_TILES * 4 / COLUMN_WARPS == 2 && SHARED_STEPS < V_STEPS),
               "steps of q in shared memory");
 static_assert(!TOKEN_SCALES || SCALED_COLUMNS == DL / COLUMN_WARPS, "a warp's columns share a scale");
 static_assert(KV_GROUPS == 1 || !DETERMINISTIC, "a chunk is one chain of tiles");
@@ -78,8 +82,8 @@ constexpr bool IS_LARGE = ROW_TILES * 4 / COLUMN_WARPS == 2;  // a lane has 128 
 constexpr int MIN_BLOCKS = FP8 && WARPS == 4 && !IS_LARGE && 3 * (Smem::BYTES + 1024) <= 102400 ? 3 : 8 / WARPS;
 // These builds have no registers to keep, through the loop over the cache, what can be found again after it; and those
 // with new rows beside two row tiles none for what follows from the lane, which they find anew for each tile.
-constexpr bool LOCATE_AGAIN = NEW_KV && ROW_TILES == 2;
-constexpr bool FIND_AGAIN = LOCATE_AGAIN || (SPARSE_IDS && COLUMN_WARPS == 2);
+constexpr bool LOCATE_AGAIN = FP8 && NEW_KV && ROW_TILES == 2;
+constexpr bool FIND_AGAIN = LOCATE_AGAIN || (TALL_16 && !PLANNED && !SOFT_CAP) || (SPARSE_IDS && COLUMN_WARPS == 2);
 static_assert(KV_GROUPS == 1 || (FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES,
               "half of o and the softmax state fit a warp's ring");
 
@@ -211,8 +215,9 @@ DEVICE void copy_slice_fp8(const Warp& w, u32 stage, KvRow row) {
                      row.c ? 4 : 0);
 }
 
-DEVICE void copy_q(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, u32 stage) {
-  const int row = rows.first + w.lane % TILE;
+DEVICE void copy_q(const VerifyParams& p, const Request& r, const RowTile& rows, int row_tile, const Warp& w,
+                   u32 stage) {
+  const int row = rows.first + row_tile * TILE + w.lane % TILE;
   const int token = row / p.num_heads, head = row - token * p.num_heads;
   KvRow q = {nullptr, nullptr};
   if (row < rows.end) q = {q_nope_row(p, r.q_begin + token, head), q_pe_row(p, r.q_begin + token, head)};
@@ -588,7 +593,7 @@ DEVICE Weigher make_weigher(const Warp& w) {
   const u32 first = w.scores - w.lane * 16;
   own.scores = first + own.row / 8 * Smem::SCORE_BYTES + lane * 16;
   own.weights = w.handover + own.row / TILE * Smem::SCORE_BYTES + lane * 16 + own.row / 8 % 2 * 4;
-  own.unit = ld_shared_f32(w.handover + Smem::UNITS + own.row * 4);
+  own.unit = FP8 ? ld_shared_f32(w.handover + Smem::UNITS + own.row * 4) : 1.0f;
   own.base = neg_inf();
   own.sum = 0.0f;
   return own;
@@ -617,6 +622,7 @@ DEVICE void collect_scores(const Weigher& own, float unit, float (&s)[4]) {
     const f32x4 x = ld_shared_f32x4(own.scores + c * Smem::SCORES_BYTES);
     s[0] += x.x, s[1] += x.y, s[2] += x.z, s[3] += x.w;
   }
+  if constexpr (!FP8) return;
 #pragma unroll
   for (int e = 0; e < 4; e++) s[e] *= own.unit * unit;
 }
@@ -628,10 +634,11 @@ DEVICE void mask_own_scores(const Warp& w, u32 bits, float (&s)[4]) {
     if (!(bits >> (w.lane % 4 * 2 + e / 2 * 8 + e % 2) & 1)) s[e] = neg_inf();
 }
 
-DEVICE void cap_own_scores(float (&s)[4]) {
+DEVICE void cap_own_scores(const VerifyParams& p, float (&s)[4]) {
   if constexpr (!SOFT_CAP) return;
+  const float inner = FP8 ? 1.0f : scale_magnitude(p) / p.logit_cap;
 #pragma unroll
-  for (int e = 0; e < 4; e++) s[e] = tanh_f32(s[e]);
+  for (int e = 0; e < 4; e++) s[e] = tanh_f32(s[e] * inner);
 }
 
 // visible_bits() of the lane's row.
@@ -642,8 +649,8 @@ DEVICE u32 own_bits(const VerifyParams& p, const Request& r, const RowTile& rows
 
 // The scores to weights of what `unit` values count, and these to all warps.
 DEVICE void weigh_own(const VerifyParams& p, const Warp& w, Weigher& own, float unit, const float (&s)[4]) {
-  const float scale = capped_scale(p);
-  const float maximum = fma_f32(scale, max_f32(max_f32(s[0], s[1]), max_f32(s[2], s[3])), -WEIGHT_LIFT);
+  const float scale = FP8 ? capped_scale(p) : exponent_scale(p);
+  const float maximum = fma_f32(scale, max_f32(max_f32(s[0], s[1]), max_f32(s[2], s[3])), FP8 ? -WEIGHT_LIFT : 0.0f);
   const bool raised = warp_any(maximum > own.base + RESCALE_ABOVE);
   if (raised) {
     const float base = max_f32(own.base, max_over_row(maximum)), factor = ex2(own.base - finite_base(base));
@@ -657,8 +664,8 @@ DEVICE void weigh_own(const VerifyParams& p, const Warp& w, Weigher& own, float 
 #pragma unroll
   for (int e = 0; e < 4; e++) weights[e] = ex2(fma_f32(s[e], scale, -base));
   own.sum += (weights[0] + weights[1]) + (weights[2] + weights[3]);
-  st_shared_u32(own.weights, pack_f16x2(weights[0] * unit, weights[1] * unit));
-  st_shared_u32(own.weights + 8, pack_f16x2(weights[2] * unit, weights[3] * unit));
+  st_shared_u32(own.weights, pack_elements<MMA_DTYPE>(weights[0] * unit, weights[1] * unit));
+  st_shared_u32(own.weights + 8, pack_elements<MMA_DTYPE>(weights[2] * unit, weights[3] * unit));
 }
 
 // All weights as A operands; and o to the bases that they have, which have hardly ever risen.
@@ -672,11 +679,12 @@ DEVICE void take_weights(const Warp& w, u32 (&weights)[ROW_TILES][N][4], float (
   }
   const u32x4 raised = ld_shared_u32x4(w.handover + Smem::RAISED);
   if (!(raised.x | raised.y | raised.z | raised.w)) return;
+  const int lane = TALL_16 && (NEW_KV || PLANNED) ? lane_idx_anew() : w.lane;  // nothing of this is kept for then
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int row = t * TILE + w.lane / 4 + 8 * h;
+      const int row = t * TILE + lane / 4 + 8 * h;
       float factor = 1.0f;
       if (ld_shared_u32(w.handover + Smem::RAISED + row / OWN_ROWS * 4))
         factor = ld_shared_f32(w.handover + Smem::FACTORS + row * 4);
@@ -700,6 +708,39 @@ DEVICE void join_softmax(const Warp& w, const Weigher& own, Softmax (&softmax)[R
       softmax[t].base[h] = x.x;
       softmax[t].sum[h] = w.lane % 4 == 0 ? x.y : 0.0f;  // it counts once
     }
+}
+
+// --- one tile of 16 bits for two row tiles --------------------------------------------------------------------------
+
+DEVICE void partial_scores_of_both(const u32 (&q)[ROW_TILES][Q_STEPS][4], u32 keys, float (&s)[ROW_TILES][1][2][4]) {
+  u32 k[K_AHEAD + 1][4];
+#pragma unroll
+  for (int i = 0; i < K_AHEAD; i++) ldmatrix_x4(k[i], keys + i * 32);
+#pragma unroll
+  for (int i = 0; i < K_STEPS; i++) {
+    if (i + K_AHEAD < K_STEPS) ldmatrix_x4(k[(i + K_AHEAD) % (K_AHEAD + 1)], keys + (i + K_AHEAD) * 32);
+    const u32(&b)[4] = k[i % (K_AHEAD + 1)];
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+      mma_16x8x16(s[t][0][0], q[t][i], b[0], b[1]);
+      mma_16x8x16(s[t][0][1], q[t][i], b[2], b[3]);
+    }
+  }
+}
+
+// The first V_AHEAD operands of `v` are there.
+DEVICE void add_values_to_both(const u32 (&weights)[ROW_TILES][1][4], u32 values, u32 (&v)[V_AHEAD + 1][4],
+                               float (&o)[ROW_TILES][O_TILES][4]) {
+#pragma unroll
+  for (int i = 0; i < V_STEPS; i++) {
+    if (i + V_AHEAD < V_STEPS) ldmatrix_x4_trans(v[(i + V_AHEAD) % (V_AHEAD + 1)], values + (i + V_AHEAD) * 32);
+    const u32(&b)[4] = v[i % (V_AHEAD + 1)];
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) {
+      mma_16x8x16(o[t][2 * i], weights[t][0], b[0], b[1]);
+      mma_16x8x16(o[t][2 * i + 1], weights[t][0], b[2], b[3]);
+    }
+  }
 }
 
 // --- new rows beside an 8-bit cache ----------------------------------------------------------------------------------
@@ -834,7 +875,7 @@ DEVICE void attend_new_rows(const VerifyParams& p, const Piece& piece, const War
       group_sync(w);  // orders the partial scores' writes before the reads
       float mine[4];
       collect_scores(own, unit, mine);
-      cap_own_scores(mine);
+      cap_own_scores(p, mine);
       mask_own_scores(w, own_bits(p, r, rows, own, tile) & among, mine);
       weigh_own(p, w, own, unit, mine);
       group_sync(w);  // orders the weights' and factors' writes before the reads, and these reads before the next ones
@@ -942,7 +983,7 @@ DEVICE void load_first_ids(const VerifyParams& p, const Warp& w, const Source& s
   for (int i = 0; i < STAGES; i++)
     if (has_ids(s, s.tile + i * KV_GROUPS * STEP_TILES))
       ids[i] = ld_global_u32(id_ptr(p, w, s, s.tile + i * KV_GROUPS * STEP_TILES));
-    else if (LOCATE_AGAIN)
+    else if (LOCATE_AGAIN || TALL_16)
       ids[i] = 0;  // registers would keep from item to item what is not set
 }
 DEVICE void store_first_ids(const Warp& w, const Source& s, const u32 (&ids)[STAGES]) {
@@ -1058,15 +1099,17 @@ DEVICE void load_query(const VerifyParams& p, const Request& r, const RowTile& r
   if (SHARED_STEPS > 0 && KV_GROUPS == 2) block_sync();  // orders the first group's writes before the other's reads
 }
 
-// Fills the ring. q passes through its last stage, while the others already fill with KV; for an 8-bit cache it does
+// Fills the ring. q passes through its last stages, while the others already fill with KV; for an 8-bit cache it does
 // not.
 DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, const Warp& w, Source& source,
-                  u32 (&q)[Q_STEPS][4]) {
+                  u32 (&q)[ROW_TILES][Q_STEPS][4]) {
   constexpr u32 LAST = (STAGES - 1) * Smem::STAGE_BYTES;
+  constexpr u32 Q_STAGE = (STAGES - ROW_TILES) * Smem::STAGE_BYTES;
   u32 ids[STAGES];
   load_first_ids(p, w, source, ids);
   if constexpr (!FP8) {
-    copy_q(p, r, rows, w, w.ring + LAST);
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++) copy_q(p, r, rows, t, w, w.ring + Q_STAGE + t * Smem::STAGE_BYTES);
     cp_async_commit();
   }
   store_first_ids(w, source, ids);
@@ -1074,10 +1117,11 @@ DEVICE void start(const VerifyParams& p, const Request& r, const RowTile& rows, 
   // A loop, because a short call is mostly start, and its code comes from memory too.
 #pragma unroll 1
   for (u32 stage = 0; stage <= LAST; stage += Smem::STAGE_BYTES) {
-    if (!FP8 && stage == LAST) {
-      cp_async_wait<STAGES - 1>();
+    if (!FP8 && stage == Q_STAGE) {
+      cp_async_wait<STAGES - ROW_TILES>();
       warp_sync();  // orders all lanes' copies of q, which have landed, before the reads
-      load_q(p, w, LAST, q);
+#pragma unroll
+      for (int t = 0; t < ROW_TILES; t++) load_q(p, w, Q_STAGE + t * Smem::STAGE_BYTES, q[t]);
     }
     copy_tile(p, r, rows, w, source, w.ring + stage, copied_id(w, source, w.ring + stage));
   }
@@ -1089,7 +1133,7 @@ DEVICE void attend_16_bit(const VerifyParams& p, const Piece& piece) {
   const TileRange& tiles = piece.tiles;
   const Warp w = locate(shared_base());
   Source source = make_source(p, r, rows, tiles, w);
-  u32 q[Q_STEPS][4];
+  u32 q[ROW_TILES][Q_STEPS][4];
   start(p, r, rows, w, source, q);
 
   Softmax softmax = {{neg_inf(), neg_inf()}, {0.0f, 0.0f}};
@@ -1103,7 +1147,7 @@ DEVICE void attend_16_bit(const VerifyParams& p, const Piece& piece) {
     float sums[2][2][4] = {}, s[1][1][2][4];
     u32 v[V_STEPS][4];
     const u32 id = copied_id(w, source, w.ring + stage), listed = SPARSE_IDS ? source.listed[0] : ~0u;
-    partial_scores(q, w.keys + stage, sums);
+    partial_scores(q[0], w.keys + stage, sums);
     load_values(w.values + stage, v);
     copy_tile(p, r, rows, w, source, w.ring + stage, id);
     add_chains(sums, s[0][0]);
@@ -1126,6 +1170,52 @@ DEVICE void attend_16_bit(const VerifyParams& p, const Piece& piece) {
   if constexpr (!DETERMINISTIC) store(p, r, piece.part, rows.first, rows.end, w, softmax, o);
 }
 
+// The same for two row tiles: each operand of K and V is loaded once for both, and each warp weighs a quarter of the
+// rows.
+DEVICE void attend_32_rows(const VerifyParams& p, const Piece& piece) {
+  const Request& r = piece.request;
+  const RowTile& rows = piece.rows;
+  const TileRange& tiles = piece.tiles;
+  const Warp w = locate(shared_base());
+  Source source = make_source(p, r, rows, tiles, w);
+  u32 q[ROW_TILES][Q_STEPS][4];
+  start(p, r, rows, w, source, q);
+
+  Weigher own = make_weigher(w);
+  float o[ROW_TILES][O_TILES][4] = {};
+  u32 stage = 0;
+#pragma unroll 1
+  for (int tile = tiles.begin + w.group; tile < tiles.end; tile += KV_GROUPS) {
+    cp_async_wait<STAGES - 1>();
+    warp_sync();  // orders all lanes' copies of this tile, which have landed, before the reads
+    float s[ROW_TILES][1][2][4] = {}, mine[4];
+    u32 weights[ROW_TILES][1][4], v[V_AHEAD + 1][4];
+    partial_scores_of_both(q, w.keys + stage, s);
+    publish_halves(w, s);
+    group_sync(w);  // orders the partial scores' writes before the reads
+    collect_scores(own, 1.0f, mine);
+    cap_own_scores(p, mine);
+    if (tile >= source.masked) mask_own_scores(w, own_bits(p, r, rows, own, tile), mine);
+    weigh_own(p, w, own, 1.0f, mine);
+#pragma unroll
+    for (int i = 0; i < V_AHEAD; i++) ldmatrix_x4_trans(v[i], w.values + stage + i * 32);
+    group_sync(w);  // orders the weights' and factors' writes before the reads, and these reads before the next ones
+    take_weights(w, weights, o);
+    add_values_to_both(weights, w.values + stage, v, o);
+    copy_tile(p, r, rows, w, source, w.ring + stage, copied_id(w, source, w.ring + stage));
+    stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
+  }
+  cp_async_wait_all();  // nothing is in flight any more
+  const Piece same = find_again(p, piece);
+  Softmax softmax[ROW_TILES];
+  join_softmax(w, own, softmax);
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; t++) {
+    if (KV_GROUPS == 2 && t > 0) all_sync();  // orders the other group's reads of the rings before the next writes
+    store(p, same.request, same.part, same.rows.first + t * TILE, same.rows.end, w, softmax[t], o[t]);
+  }
+}
+
 // The same over an 8-bit cache.
 DEVICE void attend_fp8(const VerifyParams& p, const Piece& piece) {
   const Request& r = piece.request;
@@ -1133,7 +1223,7 @@ DEVICE void attend_fp8(const VerifyParams& p, const Piece& piece) {
   const Warp located = locate(shared_base());
   Source source = make_source(p, r, rows, piece.tiles, located);
   Scales scales[ROW_TILES] = {};
-  u32 unused[Q_STEPS][4];
+  u32 unused[ROW_TILES][Q_STEPS][4];
   start(p, r, rows, located, source, unused);
   Query q;
   load_query(p, r, rows, located, q, scales);
@@ -1173,7 +1263,7 @@ DEVICE void attend_fp8(const VerifyParams& p, const Piece& piece) {
       group_sync(w);  // orders the partial scores' writes before the reads
       float mine[4];
       collect_scores(own, 1.0f, mine);
-      cap_own_scores(mine);
+      cap_own_scores(p, mine);
       if constexpr (SPARSE_IDS) {
         if (listed != ~0u) mask_own_scores(w, listed, mine);
       } else if (is_masked) {
@@ -1237,6 +1327,8 @@ DEVICE void attend_fp8(const VerifyParams& p, const Piece& piece) {
 DEVICE void attend(const VerifyParams& p, const Piece& piece) {
   if constexpr (FP8)
     attend_fp8(p, piece);
+  else if constexpr (TALL_16)
+    attend_32_rows(p, piece);
   else
     attend_16_bit(p, piece);
 }
@@ -1272,7 +1364,8 @@ DEVICE int attend_item(const VerifyParams& p, int item) {
     if constexpr (FP8) block_sync();  // as in all_sync()
     block_sync();                     // orders this item's reads of shared memory before the next item's writes
   } else if (w.request != -1) {
-    store_empty_item<THREADS>(p, w);
+    // Anew, or registers keep what follows from it from item to item.
+    store_empty_item<THREADS>(p, w, TALL_16 ? thread_idx_anew() : thread_idx());
   }
   return FIND_AGAIN ? load_work_item(p, item).next : w.next;
 }

@@ -10,6 +10,7 @@
 //         the level-2 cache. Row tiles that see nothing cost 1, for their zeros.
 //         Where lengths are alike, each block takes a piece of one row tile alone: all row tiles are then cut into runs
 //         of about the same length, the shortest for which there are enough blocks.
+//         Or, of more row tiles than blocks, equally many whole ones.
 // Source: Stream-K (Osama et al., arXiv:2301.03598), on KV tiles in place of the reduction dim of a matrix product.
 #include "work.cuh"
 
@@ -212,11 +213,28 @@ DEVICE void cut_runs(const VerifyParams& p, const Scratch& s, int spans, int run
     st_global_u32x2(s.cuts + block, {(u32)spans, 0});
 }
 
+// Each block takes equally many row tiles, of which there are more than blocks, if that is no more than a start beside
+// an equal piece of the axis: so much do cuts cost.
+DEVICE bool deal_whole(const VerifyParams& p, const Scratch& s, int spans, u32 smem) {
+  const u64 end = ld_global_u64(s.begins + spans), blocks = (u32)p.work_blocks;
+  if (spans <= p.work_blocks || end < blocks * (u32)p.work_least_tiles || end > 0x7fffffff) return false;
+  const auto first_span = [&](int block) { return (int)((u64)block * (u32)spans / blocks); };
+  int longest = 0;
+  for (int block = thread_idx(); block < p.work_blocks; block += THREADS) {
+    const u64 load = ld_global_u64(s.begins + first_span(block + 1)) - ld_global_u64(s.begins + first_span(block));
+    longest = max_int(longest, (int)load);
+  }
+  if (-block_min(-longest, smem) > (int)((end + blocks - 1) / blocks) + p.work_start_tiles) return false;
+  for (int block = thread_idx(); block <= p.work_blocks; block += THREADS)
+    st_global_u32x2(s.cuts + block, {(u32)first_span(block), 0});
+  return true;
+}
+
 DEVICE void find_cuts(const VerifyParams& p, const Scratch& s, int spans, u32 smem) {
   const int run = find_run(p, s, spans, smem);
   if (run) {
     cut_runs(p, s, spans, run, smem);
-  } else {
+  } else if (!deal_whole(p, s, spans, smem)) {
     for (int block = thread_idx(); block <= p.work_blocks; block += THREADS) {
       const Cut cut = block < p.work_blocks ? equal_cut(p, s, spans, block) : Cut{spans, 0};
       st_global_u32x2(s.cuts + block, {(u32)cut.span, (u32)cut.tile});

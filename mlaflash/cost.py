@@ -25,12 +25,13 @@ from mlaflash.device import Device, occupancy_blocks, parse_arch
 from mlaflash.errors import InvalidArgumentError, TileError
 from mlaflash.mma_tiles import (
     NARROW,
+    NARROW_32,
+    NARROW_32_DEEP,
     NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
     ROLES_E4M3,
     ROWS_32,
-    ROWS_32_PAIR,
     ROWS_64,
     ROWS_64_ROLES,
     TILE,
@@ -45,8 +46,7 @@ _LAUNCH_US = 2.8
 _ACHIEVABLE = 0.9  # of a data sheet's bandwidth: 4.3 of the 4.8 TB/s of an H200
 _ACCURACY = 0.01  # candidates as near as this to the best one are as good for all that the model knows
 _LATER_START = 0.64  # of a block's start once another block has warmed the caches
-_CACHED_WAIT = 0.3  # of what small pages cost where a tile lies in the level-2 cache
-_IN_STEP = 8  # row tiles that are in step: pages of one token cost `mma_roles` 5 % over 8 of them, 21 % over 16
+_LAST_TILES = 0.06  # of a block's tiles, that the last of several waves waits for, as blocks do not end together
 
 # The merge, launched as a dependent: what its launch leaves, a round of loads, and partials that lie in the cache.
 _MERGE_US = 1.5
@@ -167,8 +167,6 @@ class RowClass:
         Whether it does attention over lists of slots.
     takes_new_kv : bool
         Whether the last tokens may come from `new_kv`.
-    small_pages : float
-        How many times as long a tile takes where it may lie in several pages and every block reads from memory.
     """
 
     config: MmaKernelConfig
@@ -179,30 +177,37 @@ class RowClass:
     least_capability: tuple[int, int] = (8, 0)
     takes_lists: bool = True
     takes_new_kv: bool = True
-    small_pages: float = 1.0
 
 
 ROW_CLASSES: Final = (
     RowClass(NARROW, start_us=5.6, tile_clocks=806, counts=TileCounts(136, 68, 16_896, 18_688, 4, 0)),
-    RowClass(ROWS_32, start_us=5.7, tile_clocks=1366, counts=TileCounts(272, 136, 32_768, 18_432, 8, 512)),
     RowClass(
-        ROWS_32_PAIR,
-        start_us=6.9,
-        tile_clocks=2087,
-        counts=TileCounts(272, 136, 8_192, 18_432, 4, 256),
-        blocks_per_sm=2,
-    ),
-    RowClass(
-        ROWS_64_ROLES,
-        # Call after call it is 2.5 us less. Between other kernels, as in a model, its code has to come from memory.
-        start_us=10.5,
-        tile_clocks=1564,
-        counts=TileCounts(544, 104, 48_656, 18_432, 16, 1_024),
+        NARROW_32,
+        start_us=7.2,
+        tile_clocks=1040,
+        counts=TileCounts(272, 68, 23_900, 18_688, 8, 0),
         least_capability=(9, 0),
         takes_lists=False,
-        small_pages=1.15,
     ),
-    RowClass(ROWS_64, start_us=7.5, tile_clocks=1678, counts=TileCounts(544, 272, 16_384, 18_432, 8, 512)),
+    RowClass(
+        NARROW_32_DEEP,
+        start_us=6.9,
+        tile_clocks=1035,
+        counts=TileCounts(272, 68, 23_900, 18_688, 8, 0),
+        least_capability=(9, 0),
+        takes_lists=False,
+    ),
+    RowClass(ROWS_32, start_us=5.7, tile_clocks=1366, counts=TileCounts(272, 136, 32_768, 18_432, 8, 512)),
+    RowClass(
+        ROWS_64_ROLES,
+        # Call after call it is 2 us less. Between other kernels, as in a model, its code has to come from memory.
+        start_us=9.5,
+        tile_clocks=1375,
+        counts=TileCounts(544, 104, 48_656, 18_496, 16, 1_024),
+        least_capability=(9, 0),
+        takes_lists=False,
+    ),
+    RowClass(ROWS_64, start_us=7.0, tile_clocks=1700, counts=TileCounts(544, 272, 16_384, 18_432, 8, 512)),
 )
 """Configurations to choose from, fewest rows first; of equal times the first one is taken."""
 
@@ -352,7 +357,6 @@ def choose(
     row_tile: int | None = None,
     is_sparse: bool = False,
     has_new_kv: bool = False,
-    page_size: int = 64,
     kv_dtype: str = "bfloat16",
     speed: Speed | None = None,
 ) -> Choice:
@@ -380,8 +384,6 @@ def choose(
         Whether each query token has a list of its slots.
     has_new_kv : bool
         Whether the last tokens come from `new_kv`.
-    page_size : int
-        Tokens of a page.
     kv_dtype : str
         What the cache holds.
     speed : Speed or None
@@ -404,7 +406,7 @@ def choose(
             f"{max_splits}; each must be at least 1, and max_kv_len at least 0."
         )
     speed = speed or speed_of(device)
-    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed, partial_bytes, page_size, kv_dtype)
+    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed, partial_bytes, kv_dtype)
     allowed = [c for c in row_classes(kv_dtype) if row_tile in (None, c.config.rows)]
     if not allowed:
         known = ", ".join(str(c.config.rows) for c in row_classes(kv_dtype))
@@ -420,8 +422,8 @@ def choose(
         )
     best = [model.best_splits(c, max_splits) for c in fitting]
     bound = min(best)[0] * (1 + _ACCURACY)
-    good = [(model.row_tiles(c), us, splits, c) for c, (us, splits) in zip(fitting, best, strict=True) if us <= bound]
-    _, us, splits, row_class = min(good, key=lambda candidate: candidate[:3])
+    good = [(us, splits, c) for c, (us, splits) in zip(fitting, best, strict=True) if us <= bound]
+    us, splits, row_class = min(good, key=lambda each: (model.row_tiles(each[2]), model.chain_us(each[2], each[1])))
     return Choice(row_class.config, splits, us, model.reasons(row_class, splits), model.prediction(row_class, splits))
 
 
@@ -434,7 +436,6 @@ def choice_of(
     device: Device,
     *,
     partial_bytes: int = 2,
-    page_size: int = 64,
     kv_dtype: str = "bfloat16",
     speed: Speed | None = None,
 ) -> Choice:
@@ -445,11 +446,11 @@ def choice_of(
     config : MmaKernelConfig
         Constants that are none of `ROW_CLASSES` cost what the nearest of them do: same rows, threads, kernel.
     num_splits : int
-    rows_per_request, batch, max_kv_len, device, partial_bytes, page_size, kv_dtype, speed
+    rows_per_request, batch, max_kv_len, device, partial_bytes, kv_dtype, speed
         As in `choose`.
     """
     speed = speed or speed_of(device)
-    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed, partial_bytes, page_size, kv_dtype)
+    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed, partial_bytes, kv_dtype)
     row_class = _nearest_class(config, kv_dtype)
     prediction = model.prediction(row_class, num_splits)
     return Choice(config, num_splits, prediction.total_us, model.reasons(row_class, num_splits), prediction)
@@ -462,7 +463,6 @@ def candidates(
     device: Device,
     *,
     partial_bytes: int = 2,
-    page_size: int = 64,
     kv_dtype: str = "bfloat16",
 ) -> list[tuple[MmaKernelConfig, int, float]]:
     """List what a measurement may try, with predicted microseconds, the least of them first.
@@ -471,11 +471,11 @@ def candidates(
 
     Parameters
     ----------
-    rows_per_request, batch, max_kv_len, device, partial_bytes, page_size, kv_dtype
+    rows_per_request, batch, max_kv_len, device, partial_bytes, kv_dtype
         As in `choose`.
     """
     speed = speed_of(device)
-    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed, partial_bytes, page_size, kv_dtype)
+    model = _Model(rows_per_request, batch, max_kv_len, device.num_sms, speed, partial_bytes, kv_dtype)
     found = [
         (c.config, splits, model.prediction(c, splits).total_us)
         for c in fitting_classes(device, kv_dtype=kv_dtype)
@@ -546,14 +546,15 @@ def start_tiles(config: MmaKernelConfig, device: Device, kv_dtype: str = "bfloat
         What the cache holds.
     """
     row_class = _nearest_class(config, kv_dtype)
-    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2, 64, kv_dtype).tile_us(row_class)
+    tile_us = _Model(1, 1, 1, device.num_sms, speed_of(device), 2, kv_dtype).tile_us(row_class)
     return max(1, round(_LATER_START * row_class.start_us / tile_us))
 
 
 def _nearest_class(config: MmaKernelConfig, kv_dtype: str) -> RowClass:
     def distance(row_class: RowClass) -> tuple[bool, ...]:
         known = row_class.config
-        return known.rows != config.rows, known.threads != config.threads, known.kernel != config.kernel
+        differ = (known.rows, known.threads, known.kernel) != (config.rows, config.threads, config.kernel)
+        return known != config, differ, known.rows != config.rows, known.threads != config.threads
 
     return min(row_classes(kv_dtype), key=distance)
 
@@ -566,7 +567,6 @@ class _Model:
     num_sms: int
     speed: Speed
     partial_bytes: int
-    page_size: int
     kv_dtype: str
 
     @property
@@ -591,14 +591,6 @@ class _Model:
         counts = {min(max(splits, 1), most) for splits in wanted}
         return sorted({_ceil(self.tiles, _ceil(self.tiles, splits)) for splits in counts})
 
-    def page_factor(self, row_class: RowClass) -> float:
-        """Return what small pages cost a tile: of row tiles in step with each other, one waits for memory."""
-        if self.page_size >= TILE:
-            return 1.0
-        row_tiles = self.row_tiles(row_class)
-        waits = _CACHED_WAIT + (1 - _CACHED_WAIT) / row_tiles if row_tiles <= _IN_STEP else 1.0
-        return 1 + (row_class.small_pages - 1) * waits
-
     def best_splits(self, row_class: RowClass, max_splits: int) -> tuple[float, int]:
         """Return the least time and its splits; of about equal ones those with the shortest chain of tiles."""
         times = {splits: self.call_us(row_class, splits) for splits in self.split_candidates(row_class, max_splits)}
@@ -611,7 +603,7 @@ class _Model:
         """Return the clocks of a tile by each of its limits."""
         counts, blocks = row_class.counts, row_class.blocks_per_sm
         return {
-            "latency of a tile": row_class.tile_clocks * self.page_factor(row_class),
+            "latency of a tile": row_class.tile_clocks,
             "tensor cores": _MMA_OVERHEAD * blocks * counts.mma * self.speed.mma_clocks,
             "shared memory": blocks * counts.shared_clocks,
         }
@@ -625,7 +617,8 @@ class _Model:
     def chain_us(self, row_class: RowClass, splits: int) -> float:
         waves = _ceil(self.batch * self.row_tiles(row_class) * splits, self.slots(row_class))
         start = row_class.start_us * (1 + _LATER_START * (waves - 1))
-        return start + waves * _ceil(self.tiles, splits) * self.tile_us(row_class)
+        late = _LAST_TILES if waves > 1 else 0.0
+        return start + (waves + late) * _ceil(self.tiles, splits) * self.tile_us(row_class)
 
     def memory_us(self, row_class: RowClass, splits: int) -> float:
         # Row tiles of a request run side by side: all but one read from the level-2 cache, half of that time hidden.
@@ -677,7 +670,6 @@ class _Model:
                 "tiles_per_block": _ceil(self.tiles, splits),
                 "start_us": row_class.start_us,
                 "tile_clocks": row_class.tile_clocks,
-                "small_pages": self.page_factor(row_class),
                 **{f"{name}_per_tile": count for name, count in asdict(row_class.counts).items()},
                 "kv_mb": self.batch * self.kv_len * row_bytes(self.kv_dtype) / 1e6,
                 "partial_mb": 0.0 if splits == 1 else self.partial_mb(splits),

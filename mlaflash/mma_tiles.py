@@ -171,16 +171,13 @@ ROWS_64: Final = MmaWideConfig(row_groups=4, column_warps=2, lookahead=1, refill
 ROWS_32: Final = MmaWideConfig(row_groups=2, column_warps=4, lookahead=3, refill_at=3)
 """Row tiles of 32: 91,344 bytes, under 200 registers."""
 
-ROWS_32_PAIR: Final = MmaWideConfig(row_groups=2, column_warps=2, refill_at=5)
-"""Row tiles of 32 in blocks of four warps, two on an SM where its shared memory holds them: not within an sm_120's."""
-
 
 @dataclass(frozen=True, slots=True)
 class MmaNarrowConfig:
-    """Constants of the `mma_narrow` kernel, for up to 16 rows, and for more rows over short KV as row tiles of 16.
+    """Constants of the `mma_narrow` kernel, for up to 32 rows, and for more rows over short KV as row tiles of 16.
 
-    `NARROW` fills an SM with one block, `NARROW_PAIR` with two; either way two groups of warps hide each other's
-    latency.
+    `NARROW` and `NARROW_32` fill an SM with one block, `NARROW_PAIR` with two; either way two groups of warps hide each
+    other's latency.
 
     Parameters
     ----------
@@ -193,12 +190,13 @@ class MmaNarrowConfig:
     step_tiles : int
         Tiles that a group takes at once, 1 or, over a cache of 8 bits, 2.
     row_tiles : int
-        Row tiles of 16 of a block, 1 or, over a cache of e4m3, 2, of which each warp of a group weighs a quarter.
+        Row tiles of 16 of a block, 1 or, over a cache of 16 bits or of e4m3, 2, of which each warp of a group weighs a
+        quarter. Two over 16 bits take no lists of slots.
     column_warps : int
         Warps of a group, each with its share of the columns: 4 or, over a cache of e4m3, 2.
     shared_steps : int
-        With two row tiles or two column warps, of the steps through a warp's share of q those that stay in shared
-        memory for want of registers, 0 to 7.
+        Over a cache of e4m3 with two row tiles or two column warps, of the steps through a warp's share of q those
+        that stay in shared memory for want of registers, 0 to 7.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -227,7 +225,7 @@ class MmaNarrowConfig:
         if self.row_tiles not in (1, 2) or self.row_tiles * self.step_tiles > 2:
             raise TileError(
                 f"row_tiles is {self.row_tiles} and step_tiles {self.step_tiles}; each must be 1 or 2, and not both 2. "
-                "Use 1 and 1, or for a cache of 8 bits 1 and 2 or 2 and 1."
+                "Use 1 and 1, or 2 and 1, or for a cache of 8 bits 1 and 2."
             )
         if self.row_tiles == 2 and self.exchange_buffers != 1:
             raise TileError(
@@ -298,6 +296,12 @@ NARROW: Final = MmaNarrowConfig()
 
 NARROW_PAIR: Final = MmaNarrowConfig(kv_groups=1, exchange_buffers=1)
 """Row tiles of 16, two blocks an SM: 41,472 bytes. What deterministic calls take."""
+
+NARROW_32: Final = MmaNarrowConfig(exchange_buffers=1, row_tiles=2)
+"""Row tiles of 32, one block an SM: 93,728 bytes."""
+
+NARROW_32_DEEP: Final = MmaNarrowConfig(stages=4, exchange_buffers=1, row_tiles=2)
+"""The same with four tiles in each ring, where more shared memory than an sm_120's allows: 168,480 bytes."""
 
 NARROW_E4M3: Final = MmaNarrowConfig(exchange_buffers=1, column_warps=2, shared_steps=6)
 """Row tiles of 16 over a cache of e4m3, two blocks an SM: 49,664 bytes."""

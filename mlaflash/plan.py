@@ -165,7 +165,6 @@ def choose_work(capacity: Capacity, device: Device, tiles: KernelConfig | None =
             capacity.max_kv_len,
             device,
             has_new_kv=capacity.new_kv,
-            page_size=capacity.page_size,
             kv_dtype=capacity.kv_dtype,
         )
         config, reasons = choice.config, choice.reasons[:1]

@@ -139,7 +139,6 @@ def predict_sharded(
         shape.batch,
         -(-shape.kv_len // num_ranks),
         device,
-        page_size=shape.page_size,
         kv_dtype=shape.stored,
         speed=speed,
     ).predicted_us
@@ -184,7 +183,6 @@ def predict_replicated(
         shape.batch,
         shape.kv_len,
         device,
-        page_size=shape.page_size,
         kv_dtype=shape.stored,
         speed=speed,
     ).predicted_us

@@ -14,6 +14,8 @@ from mlaflash.errors import InvalidArgumentError, TileError, UnsupportedError
 from mlaflash.interop import ArrayView
 from mlaflash.mma_tiles import (
     MAX_TAIL_LEN,
+    NARROW,
+    NARROW_32,
     NARROW_PAIR,
     ROLES_E4M3,
     ROWS_32,
@@ -207,12 +209,14 @@ def check_cache(config: KernelConfig, kv_dtype: str, *, has_new_kv: bool) -> Non
     if isinstance(config, MmaNarrowConfig):
         for name, usual, takes in (
             ("step_tiles", 1, is_fp8),
-            ("row_tiles", 1, kv_dtype == "float8_e4m3"),
+            ("row_tiles", 1, kv_dtype != "fp8_ds_mla"),
             ("column_warps", 4, kv_dtype == "float8_e4m3"),
+            ("shared_steps", 0, kv_dtype == "float8_e4m3"),
         ):
             value = getattr(config, name)
             if value != usual and not takes:
-                caches = "of 8 bits" if name == "step_tiles" else "of float8_e4m3"
+                others = {"step_tiles": "of 8 bits", "row_tiles": "of 16 bits and of float8_e4m3"}
+                caches = others.get(name, "of float8_e4m3")
                 raise TileError(
                     f"{name} is {value} and kv_cache is {kv_dtype}; other than {usual} is for caches {caches}. "
                     f"Use {usual}."
@@ -266,13 +270,23 @@ def _choose(kernel: str | None, tiles: KernelConfig | None, problem: Problem, de
     if name == "naive":
         return NaiveConfig()
     if name in MMA_KERNELS:
-        few = name == "mma_wide" and problem.max_q_len * problem.num_heads <= ROWS_32.rows
-        return ROWS_32 if few else cost.config_for(name, problem.kv_dtype, problem.is_sparse)
+        return _named_config(name, problem, device)
     if name is None and mma_refusal(problem) is None:
         choice = mma_choice(problem, device)
         return replace(choice.config, nsplit=choice.num_splits)
     large = TileConfig(tk=32)
     return large if large.shared_bytes(problem.dtype) <= device.shared_per_block else TileConfig()
+
+
+def _named_config(kernel: str, problem: Problem, device: Device) -> MmaKernelConfig:
+    """Return the constants of a kernel that is asked for by its name alone: for few rows those of its smaller tiles."""
+    rows = problem.max_q_len * problem.num_heads
+    if kernel == "mma_wide" and rows <= ROWS_32.rows:
+        return ROWS_32
+    if kernel == "mma_narrow" and not problem.is_fp8:
+        fitting = [c.config for c in cost.fitting_classes(device, problem.is_sparse, problem.kv_dtype)]
+        return NARROW_32 if rows > NARROW.rows and NARROW_32 in fitting else NARROW
+    return cost.config_for(kernel, problem.kv_dtype, problem.is_sparse)
 
 
 def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) -> cost.Choice:
@@ -304,7 +318,6 @@ def mma_choice(problem: Problem, device: Device, row_tile: int | None = None) ->
         row_tile=row_tile,
         is_sparse=problem.is_sparse,
         has_new_kv=has_new_kv,
-        page_size=problem.page_size,
         kv_dtype=problem.kv_dtype,
     )
 
@@ -375,6 +388,11 @@ def _plan_mma(problem: Problem, config: MmaKernelConfig, device: Device) -> Sche
         raise UnsupportedError(
             f"kernel {config.kernel!r} does not take lists of slots; mma_narrow does, and mma_wide with caches of 16 "
             "bits. Leave kernel and tiles out to have them chosen."
+        )
+    if problem.is_sparse and isinstance(config, MmaNarrowConfig) and config.row_tiles == 2 and not problem.is_fp8:
+        raise UnsupportedError(
+            f"row_tiles is 2 and kv_cache is {problem.kv_dtype}; two row tiles over 16 bits do not take lists of "
+            "slots. Use 1, or leave kernel and tiles out to have them chosen."
         )
     # One at least: the last request's blocks also write the padding behind it.
     row_tiles = max(1, -(-problem.max_q_len * problem.num_heads // config.rows))

@@ -37,7 +37,7 @@ def read(name: str) -> list[Problem]:
 
 
 def write(sweep: Path, name: str) -> None:
-    """Keep what the tests need of a sweep; candidates that failed or were wrong are left out."""
+    """Keep what the tests need of a sweep; candidates that failed, were wrong, or are none now are left out."""
     known = {(c.config.kernel, json.dumps(c.config.as_dict())): index for index, c in enumerate(ROW_CLASSES)}
     lines = []
     for text in sweep.read_text().splitlines():
@@ -47,7 +47,7 @@ def write(sweep: Path, name: str) -> None:
         times = [
             [known[c["kernel"], json.dumps(c["config"])], c["num_splits"], round(c["median_us"], 2)]
             for c in found["candidates"]
-            if c["median_us"] is not None
+            if c["median_us"] is not None and (c["kernel"], json.dumps(c["config"])) in known
         ]
         numbers = [problem["batch"], rows, problem["kv_len"], problem["page_size"]]
         lines.append(json.dumps([*numbers, times], separators=(",", ":")))

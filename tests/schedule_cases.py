@@ -27,6 +27,7 @@ from mlaflash.lab.plan_inputs import plan_arguments
 from mlaflash.lab.target import call_name
 from mlaflash.mma_tiles import (
     NARROW,
+    NARROW_32,
     NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
@@ -159,6 +160,11 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
         "lists": lambda: verify(LISTS, NARROW, splits=1),
         "deterministic": lambda: verify(replace(BASE, q_lens=(2,), kv_lens=(300,)), None, deterministic=True),
         "plan": lambda: planned(PLANNED, NARROW, 1),
+        "two row tiles": lambda: verify(replace(BASE, q_lens=(4, 3)), NARROW_32, splits=1),
+        "two row tiles, new rows": lambda: verify(
+            replace(BASE, q_lens=(4, 3), new_kv=True), MmaNarrowConfig(1, 3, 1, row_tiles=2), splits=1
+        ),
+        "plan, two row tiles": lambda: planned(PLANNED, NARROW_32, 1),
         "e4m3": lambda: verify(FP8, NARROW_E4M3, splits=1),
         "e4m3, two tiles a step": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, step_tiles=2), splits=1),
         "e4m3, two row tiles": lambda: verify(FP8, MmaNarrowConfig(exchange_buffers=1, row_tiles=2), splits=1),

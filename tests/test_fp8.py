@@ -250,13 +250,13 @@ def test_constants_for_the_other_width_are_refused() -> None:
     plain = read_problem(build(replace(BASE, kv_dtype=None), 11))
     with pytest.raises(TileError, match=r"step_tiles is 2 and kv_cache is bfloat16; .*Use 1"):
         plan(plain, DEVICE, tiles=MmaNarrowConfig(step_tiles=2, kv_groups=1))
-    with pytest.raises(TileError, match=r"row_tiles is 2 and kv_cache is bfloat16; .*of float8_e4m3. Use 1"):
+    with pytest.raises(TileError, match=r"shared_steps is 1 and kv_cache is bfloat16; .*of float8_e4m3. Use 0"):
         plan(plain, DEVICE, tiles=NARROW_32_E4M3)
     rows = read_problem(build(replace(BASE, kv_dtype="fp8_ds_mla"), 11))
     for narrower in (plain, rows):
         with pytest.raises(TileError, match=r"column_warps is 2 and kv_cache is .*of float8_e4m3. Use 4"):
             plan(narrower, DEVICE, tiles=MmaNarrowConfig(column_warps=2, kv_groups=1))
-    with pytest.raises(TileError, match=r"row_tiles is 2 and kv_cache is fp8_ds_mla; .*of float8_e4m3. Use 1"):
+    with pytest.raises(TileError, match=r"row_tiles is 2 and kv_cache is fp8_ds_mla; .*of 16 bits and of .*. Use 1"):
         plan(rows, DEVICE, tiles=NARROW_32_E4M3)
     with pytest.raises(TileError, match=r"lookahead is 1 and kv_cache is float8_e4m3; it must be 2 there. Use 2"):
         plan(read_problem(build(BASE, 11)), DEVICE, tiles=replace(ROLES_E4M3, lookahead=1))

@@ -115,7 +115,7 @@ def test_one_kernel_is_shown_in_detail() -> None:
     assert result.exit_code == 0, result.stderr
     assert "exchange" in result.stdout
     assert "loop over tiles" in result.stdout
-    (row,) = json.loads(run("inspect", "--kernel", "mma_narrow", "--arch", "sm_120", "--json").stdout)
+    row, *_ = json.loads(run("inspect", "--kernel", "mma_narrow", "--arch", "sm_120", "--json").stdout)
     assert row["spill_bytes"] == 0
     assert sum(region["bytes"] for region in row["shared_map"]) == row["shared_bytes"]
     assert row["tile_loops"][0]["instructions"]["HMMA"] == 34

@@ -1,5 +1,6 @@
 """The `mma_narrow` kernel on the emulator against the oracle: numbers, bytes, bank conflicts, races, barriers."""
 
+import itertools
 import re
 import shutil
 from dataclasses import replace
@@ -16,8 +17,16 @@ from mlaflash.interop import numpy_view
 from mlaflash.jit import compile_kernel, sources
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
+from mlaflash.lab.target import read_problem
 from mlaflash.masks import TreeMask
-from mlaflash.mma_tiles import NARROW, NARROW_PAIR, MmaNarrowConfig, feature_defines
+from mlaflash.mma_tiles import (
+    NARROW,
+    NARROW_32,
+    NARROW_32_DEEP,
+    NARROW_PAIR,
+    MmaNarrowConfig,
+    feature_defines,
+)
 from mlaflash.problem import Problem
 from mlaflash.schedule import build_params, plan
 from mlaflash.tiles import dtype_defines
@@ -25,7 +34,12 @@ from mlaflash.tiles import dtype_defines
 KIMI = 0.14468
 ROW_BYTES = 576 * 2
 BASE = Case(name="narrow", q_lens=(2,), kv_lens=(75,), heads=8, sm_scale=KIMI)
-CONFIGS = {"one-block": NARROW, "two-blocks": NARROW_PAIR, "three-stages": MmaNarrowConfig(1, 3, 2)}
+CONFIGS = {
+    "one-block": NARROW,
+    "two-blocks": NARROW_PAIR,
+    "three-stages": MmaNarrowConfig(1, 3, 2),
+    "32-rows": NARROW_32,
+}
 
 
 @pytest.fixture(params=CONFIGS)
@@ -206,15 +220,16 @@ def test_a_hundred_schedules_are_free_of_races(seed, config):
 
 @pytest.mark.parametrize(("q_lens", "heads", "row_tiles"), [((2,), 8, 1), ((3,), 8, 2), ((8,), 8, 4), ((1,), 20, 2)])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_every_kv_row_is_read_once_for_16_rows(q_lens, heads, row_tiles, splits, config):
+def test_every_kv_row_is_read_once_for_the_rows_of_a_block(q_lens, heads, row_tiles, splits, config):
     case = replace(BASE, q_lens=q_lens, heads=heads, kv_lens=(203,), mask="none")
     report = check(build(case, 20), config, splits=splits)
-    assert kv_bytes(report) == row_tiles * 203 * ROW_BYTES
+    assert kv_bytes(report) == -(-row_tiles // config.row_tiles) * 203 * ROW_BYTES
 
 
 def test_causal_row_tiles_do_not_read_what_they_cannot_see(config):
     report = check(build(replace(BASE, q_lens=(8,), kv_lens=(100,)), 21), config)
-    assert kv_bytes(report) == (94 + 96 + 98 + 100) * ROW_BYTES
+    seen = (96 + 100) if config.row_tiles == 2 else (94 + 96 + 98 + 100)
+    assert kv_bytes(report) == seen * ROW_BYTES
 
 
 def test_q_is_read_once_per_kv_group(config):
@@ -229,7 +244,9 @@ def test_every_partial_is_written_once():
     assert report.bytes_written["partial_lse"] == 20 * 8 * 4
 
 
-@pytest.mark.parametrize("config", [NARROW, NARROW_PAIR, MmaNarrowConfig(2, 2, 1), MmaNarrowConfig(1, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "config", [NARROW, NARROW_PAIR, NARROW_32, MmaNarrowConfig(2, 2, 1), MmaNarrowConfig(1, 4, 2)], ids=str
+)
 def test_shared_memory_is_what_the_kernel_uses(config):
     """Sixteen bytes less are out of bounds."""
     arguments = build(replace(BASE, q_lens=(2,), kv_lens=(150,)), 24)
@@ -243,6 +260,25 @@ def test_shared_memory_is_what_the_kernel_uses(config):
 def test_it_compiles_without_spills(config, arch):
     defines = dtype_defines("bfloat16", "bfloat16", "bfloat16") | config.defines() | feature_defines(0.0, False, False)
     assert_no_spills(defines, config, arch)
+
+
+ROWS_32_FORMS = [(NARROW_32, "sm_90"), (NARROW_32, "sm_120"), (NARROW_32_DEEP, "sm_90")]
+
+
+@pytest.mark.parametrize(("config", "arch"), ROWS_32_FORMS)
+def test_32_rows_compile_without_spills(config, arch):
+    for planned in ({}, {"PLANNED_ROWS": 32}):
+        types = dtype_defines("bfloat16", "bfloat16", "bfloat16")
+        assert_no_spills(types | config.defines() | feature_defines(0.0, False, False) | planned, config, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planned", [{}, {"PLANNED_ROWS": 32}], ids=["call", "plan"])
+@pytest.mark.parametrize(("config", "arch"), ROWS_32_FORMS)
+@pytest.mark.parametrize("types", [("bfloat16", "float32", "float32"), ("float16", "float16", "float16")])
+@pytest.mark.parametrize("features", [*itertools.product((0.0, 30.0), (False, True), (False, True))])
+def test_every_build_of_32_rows_compiles_without_spills(config, types, features, planned, arch):
+    assert_no_spills(dtype_defines(*types) | config.defines() | feature_defines(*features) | planned, config, arch)
 
 
 @pytest.mark.slow
@@ -263,6 +299,7 @@ def assert_no_spills(defines, config, arch):
 def test_the_shipped_constants_fit_the_sm_120_budget():
     limit = Device.for_arch("sm_120")
     assert NARROW.shared_bytes() + 1024 <= limit.shared_per_sm
+    assert NARROW_32.shared_bytes() + 1024 <= limit.shared_per_sm
     assert 2 * (NARROW_PAIR.shared_bytes() + 1024) <= limit.shared_per_sm
 
 
@@ -270,6 +307,26 @@ def test_the_shipped_constants_fit_the_sm_120_budget():
 def test_constants_that_the_kernel_is_not_built_for_are_refused(wrong):
     with pytest.raises(TileError, match=str(next(iter(wrong)))):
         MmaNarrowConfig(**wrong)
+
+
+def test_lists_of_slots_are_not_for_two_row_tiles():
+    lists = read_problem(build(replace(BASE, mask="none", topk=40), 27))
+    with pytest.raises(UnsupportedError, match=r"row_tiles is 2 and kv_cache is bfloat16; .* lists of slots. Use 1"):
+        plan(lists, Device.for_arch("sm_120"), tiles=NARROW_32)
+    assert plan(lists, Device.for_arch("sm_120"), kernel="mma_narrow").config == NARROW
+
+
+def test_steps_of_q_in_shared_memory_are_not_for_16_bits():
+    with pytest.raises(TileError, match=r"shared_steps is 1 and kv_cache is bfloat16; .*of float8_e4m3. Use 0"):
+        run(build(BASE, 28), replace(NARROW_32, shared_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("q_len", "arch", "config"), [(2, "sm_90", NARROW), (3, "sm_90", NARROW_32), (3, "sm_89", NARROW)]
+)
+def test_by_its_name_alone_it_takes_the_tile_that_the_rows_fill(q_len, arch, config):
+    problem = read_problem(build(replace(BASE, q_lens=(q_len,)), 29))
+    assert plan(problem, Device.for_arch(arch), kernel="mma_narrow").config == config
 
 
 def test_nsplit_must_be_positive():
@@ -311,12 +368,12 @@ SOURCE = (sources.kernel_root() / "mma_narrow.cu").read_text()
 # with the forms that have them, in test_schedules.py.
 ORDERINGS = [
     match.span()
-    for match in re.finditer(r"group_sync\(w\);|(?<!> 0\) )all_sync\(\);|cp_async_wait<STAGES - 1>\(\);", SOURCE)
+    for match in re.finditer(r"group_sync\(w\);|(?<!> 0\) )all_sync\(\);|cp_async_wait<STAGES - \w+>\(\);", SOURCE)
 ]
 
 
 def test_all_orderings_are_found():
-    assert len(ORDERINGS) == 14
+    assert len(ORDERINGS) == 17
 
 
 @pytest.mark.parametrize("span", ORDERINGS, ids=lambda span: f"{SOURCE[slice(*span)]}@{span[0]}")
@@ -330,6 +387,7 @@ def test_an_ordering_that_is_removed_is_noticed(span, tmp_path):
     cases = [(build(replace(case, kv_dtype=kv), 26), config) for kv in ("float8_e4m3", None)]
     new = replace(case, q_lens=(4,), heads=8, kv_dtype="float8_e4m3", new_kv=True)
     cases.insert(0, (build(new, 26), replace(config, row_tiles=2)))
+    cases.append((build(replace(case, q_lens=(4,)), 26), NARROW_32))
 
     def is_noticed(arguments, config, seed):
         expected = oracle.mla_verify(**arguments)

@@ -37,7 +37,7 @@ from mlaflash.lab.plan_inputs import (
     random_setup,
     random_step,
 )
-from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32_PAIR, ROWS_64, ROWS_64_ROLES, MmaNarrowConfig
+from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32, ROWS_64, ROWS_64_ROLES, MmaNarrowConfig
 from mlaflash.plan import check_capacity, choose_work, plan_launch, run_launches
 from mlaflash.problem import MAX_KV_LEN
 from mlaflash.tiles import TileConfig
@@ -233,18 +233,20 @@ def test_new_kv(mask: str, paired: bool) -> None:
 def test_a_cache_of_two_buffers(tiles: Any) -> None:
     case = replace(BASE, paired=True)
     arguments = build(case, 13)
-    plan = make(case, split_kv=True, tiles=tiles)
-    views = step(plan, arguments)
-    expect(views, arguments)
+    plan = make(case, tiles=tiles)
+    apart = step(plan, arguments)
+    expect(apart, arguments)
+    whole = np.concatenate(arguments["kv_cache"], -1)
+    views = whole[..., :512], whole[..., 512:]
     # Of the same layout as the views, but elsewhere.
-    buffers = arguments["kv_cache"][0], np.full_like(arguments["kv_cache"][0].base, np.nan)[..., 512:]
-    buffers[1][...] = arguments["kv_cache"][1]
-    assert_same(step(plan, arguments | {"kv_cache": buffers}), views)
-    assert_same(step(plan, arguments | {"kv_cache": tuple(map(np.ascontiguousarray, buffers))}), views)
-    fused = make(case, tiles=tiles)
-    assert_same(step(fused, arguments), views)
+    buffers = views[0], np.full_like(whole, np.nan)[..., 512:]
+    buffers[1][...] = views[1]
+    for cache in (views, buffers):
+        assert_same(step(plan, arguments | {"kv_cache": cache}), apart)
+    fused = make(case, split_kv=False, tiles=tiles)
+    assert_same(step(fused, arguments | {"kv_cache": views}), apart)
     with pytest.raises(InvalidArgumentError, match="split_kv=True"):
-        run(fused, arguments | {"kv_cache": buffers})
+        run(fused, arguments)
 
 
 def test_e7_strided_q_and_results() -> None:
@@ -787,6 +789,24 @@ def check_balance(plan: VerifyPlan) -> None:
         assert loads.max() <= max((1 + 1 / 64) * ideal + 2 * start, 8 + start) + 1
 
 
+def least_longest(plan: VerifyPlan, q_lens: Any, kv_lens: Any) -> int:
+    """Give a load, in KV tiles, that the longest block of any schedule has at least; it is three starts or more.
+
+    A block of load L reads at most L less a start of one row tile, or all of it, and L less two starts of several. Only
+    one block reads more than the latter of a row tile that fits one block.
+    """
+    blocks, start = plan.work.blocks, plan.work.start_tiles
+    tiles = np.array([n for _, n in expected_row_tiles(plan, q_lens, kv_lens)])
+    for load in itertools.count(3 * start):
+        is_long = tiles > load - start
+        shorts = np.concatenate([tiles[~is_long], np.zeros(blocks, int)]).clip(min=load - 2 * start)
+        of_shorts = np.concatenate([[0], np.cumsum(np.sort(shorts)[::-1][:blocks])])
+        of_longs = np.minimum(np.arange(blocks + 1) * (load - start), tiles[is_long].sum())
+        if (of_longs + of_shorts[::-1]).max() >= tiles.sum():
+            return load
+    raise AssertionError
+
+
 def schedule(plan: VerifyPlan, q_lens: Any, kv_lens: Any) -> None:
     """Make a schedule for requests whose KV nobody reads: no page table is that long."""
     plan.update(
@@ -812,7 +832,7 @@ lengths = st.one_of(
 )
 
 
-@pytest.mark.parametrize("tiles", [NARROW, NARROW_PAIR, ROWS_32_PAIR, ROWS_64], ids=str)
+@pytest.mark.parametrize("tiles", [NARROW, NARROW_PAIR, ROWS_32, ROWS_64], ids=str)
 @settings(max_examples=25, deadline=None, derandomize=True)  # the next test has what a lucky draw finds
 @given(kv_lens=lengths, q_len=st.sampled_from([1, 2, 8, 16]), heads=st.sampled_from([8, 16]))
 @example([100_000] + [512] * 47, 8, 8)
@@ -827,15 +847,17 @@ def test_the_work_of_long_contexts_is_spread_evenly(tiles: Any, kv_lens: list[in
     check_balance(plan)
 
 
-@pytest.mark.xfail(strict=True, reason="48 or 49 tiles where the mean is 40.4 to 41.7: up to 1.19 of it, not 1.15")
-@pytest.mark.parametrize(
-    ("tiles", "length", "others"),
-    [(NARROW, 3827, 26), (NARROW, 2500, 28), (NARROW_PAIR, 9000, 52), (NARROW_PAIR, 3827, 60), (NARROW_PAIR, 2500, 62)],
-)
-def test_one_long_request_beside_equal_ones_is_spread_as_evenly(tiles: Any, length: int, others: int) -> None:
-    plan = schedules(8, tiles)
-    schedule(plan, [8] * (1 + others), [length] + [512] * others)
-    check_balance(plan)
+ONE_LONG = [
+    (NARROW, 3827, 26), (NARROW, 2500, 28), (NARROW_PAIR, 9000, 52), (NARROW_PAIR, 3827, 60), (NARROW_PAIR, 2500, 62)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tiles", "length", "others"), ONE_LONG)
+def test_one_long_request_beside_equal_ones_has_the_least_longest_block(tiles: Any, length: int, others: int) -> None:
+    plan, q_lens, kv_lens = schedules(8, tiles), [8] * (1 + others), [length] + [512] * others
+    schedule(plan, q_lens, kv_lens)
+    check_schedule(plan, q_lens, kv_lens)
+    assert loads_of(plan).max() == least_longest(plan, q_lens, kv_lens)
 
 
 @pytest.mark.parametrize("tiles", [NARROW, ROWS_64], ids=str)
@@ -874,6 +896,17 @@ def test_a_thousand_query_tokens(kv_lens: tuple[int, ...], tiles: Any) -> None:
     schedule(plan, q_lens, kv_lens)
     check_schedule(plan, q_lens, kv_lens)
     check_balance(plan)
+
+
+@pytest.mark.parametrize(("tiles", "heads", "kv_len"), [(NARROW, 8, 177), (NARROW, 8, 195), (NARROW_PAIR, 16, 183)])
+def test_equal_numbers_of_whole_row_tiles_are_not_cut(tiles: Any, heads: int, kv_len: int) -> None:
+    """Equal pieces of the axis would drift, as later row tiles see a tile more, and cut most of them."""
+    plan, q_lens, kv_lens = schedules(heads, tiles), [8] * 64, [kv_len] * 64
+    schedule(plan, q_lens, kv_lens)
+    check_schedule(plan, q_lens, kv_lens)
+    assert (merges_of(plan)["first"] == -1).all()
+    loads = loads_of(plan)
+    assert loads.max() - loads.min() <= 2
 
 
 def test_blocks_are_whole_groups_of_row_tiles() -> None:
@@ -1312,7 +1345,7 @@ BETWEEN_ITEMS = r"block_sync\(\);(?= +// orders this item's reads)"
 STATEMENTS = {
     "mma_narrow": BETWEEN_ITEMS,
     "mma_wide": rf"{BETWEEN_ITEMS}|retire_barriers\(shared_base\(\)\);",
-    "mma_roles": rf"{BETWEEN_ITEMS}|retire_barriers\(shared_base\(\)\);",
+    "mma_roles": r"roles_sync\(\w+\(\), 1\);(?= +// orders this item's reads)|retire_barriers\(shared_base\(\)\);",
     "plan": r"block_sync\(\);",
     "combine_planned": r"block_sync\(\);",
 }

@@ -19,7 +19,7 @@ from mlaflash.errors import InvalidArgumentError, MissingDependencyError
 from mlaflash.jit import cached, compile_cached
 from mlaflash.lab.explain import explain
 from mlaflash.lab.inputs import Case, build
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_32_PAIR
+from mlaflash.mma_tiles import NARROW, NARROW_32, NARROW_32_DEEP
 from mlaflash.plan import choose_work
 from mlaflash.shape import mask_launches, plan_launches
 
@@ -173,10 +173,10 @@ def test_lengths_go_round_the_batch_and_may_come_in_several_options() -> None:
 def test_a_budget_changes_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     device = replace(Device.for_arch("sm_90"), name="NVIDIA H200", is_present=True)
     monkeypatch.setattr("mlaflash.device.Device.current", lambda index=None: device)
-    arguments = ("--heads", "32", "--q-len", "1", "--batch", "32", "--kv-len", "32768")
+    arguments = ("--heads", "32", "--q-len", "1", "--batch", "32", "--kv-len", "8192")
     free, kept = (document(*arguments, *budget)["mla_verify"] for budget in ((), ("--budget", "sm_120")))
-    assert free["config"] == without_splits(ROWS_32_PAIR)
-    assert kept["config"] == without_splits(ROWS_32)
+    assert free["config"] == without_splits(NARROW_32_DEEP)
+    assert kept["config"] == without_splits(NARROW_32)
     assert kept["kernels"][0]["shared_limit"] == apply_budget(Device.for_arch("sm_90"), "sm_120").shared_per_block
 
 

@@ -134,8 +134,7 @@ def step(plan: VerifyPlan, arguments: dict[str, Any]) -> tuple[Any, Any]:
 def test_cases_from_the_field(case: Case, tiles: Any) -> None:
     case = replace(case, dtype="bfloat16" if case.dtype == "float32" else case.dtype)
     arguments = build(case, 1)
-    # On the way to the GPU, views of one buffer become two.
-    plan = make(case, tiles=tiles, split_kv=case.paired)
+    plan = make(case, tiles=tiles)
     plan.update(**metadata(arguments), validate=True)
     expect(host(plan.run(**inputs(arguments))), arguments)
 
@@ -735,7 +734,7 @@ def test_a_plan_serves_layers_of_a_model() -> None:
         first | {"kv_cache": tuple((array * factor).astype(array.dtype) for array in first["kv_cache"])}
         for factor in (1, -1, 0.5, 2)
     ]
-    plan = make(case, split_kv=True)
+    plan = make(case)
     plan.update(**metadata(layers[0]))
     made = [plan.run(**inputs(layer)) for layer in layers]
     for result, layer in zip(made, layers, strict=True):

@@ -13,11 +13,12 @@ import mlaflash
 from mlaflash import oracle
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
-from mlaflash.mma_tiles import NARROW_PAIR, ROWS_32_PAIR
+from mlaflash.mma_tiles import NARROW_PAIR, MmaWideConfig
 from mlaflash.tiles import KernelConfig
 
 pytestmark = pytest.mark.gpu
-CONFIGS = [*configs(), *list_configs(), replace(NARROW_PAIR, nsplit=2), replace(ROWS_32_PAIR, nsplit=2)]
+WIDE_PAIR = MmaWideConfig(row_groups=2, column_warps=2, refill_at=5, nsplit=2)  # four warps a block
+CONFIGS = [*configs(), *list_configs(), replace(NARROW_PAIR, nsplit=2), WIDE_PAIR]
 MMA = list(list_configs())
 
 

@@ -91,9 +91,7 @@ def test_other_problems_and_gpus_take_the_cost_model(own_table: Path) -> None:
         (replace(shape, out_dtype="float32"), H200),
     ):
         rows, partial_bytes = other.rows, 4 if other.out_dtype else 2
-        expected = cost.choose(
-            rows, other.batch, other.kv_len, device, partial_bytes=partial_bytes, page_size=other.page_size
-        )
+        expected = cost.choose(rows, other.batch, other.kv_len, device, partial_bytes=partial_bytes)
         chosen = mma_choice(other.problem(), device)
         assert (chosen.config, chosen.num_splits) == (expected.config, expected.num_splits)
     assert mma_choice(shape.problem(), H200, row_tile=64).config.rows == 64
@@ -204,7 +202,7 @@ def tune(runner: Any, **options: Any) -> list[lab.Tuned]:
 def test_tuning_finds_the_fastest_and_leaves_the_hopeless_alone() -> None:
     clock = Clock({("mma_narrow", 16): 20.0, ("mma_wide", 32): 15.0, ("mma_wide", 64): 90.0})
     (found,) = tune(clock)
-    chosen = cost.choose(12, 2, 600, H200, page_size=16)
+    chosen = cost.choose(12, 2, 600, H200)
     assert (found.candidates[0].config, found.candidates[0].num_splits) == (chosen.config, chosen.num_splits)
     assert found.best is not None
     assert (found.best.config, found.best.median_us) == (ROWS_32, 15.0)

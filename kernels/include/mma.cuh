@@ -267,10 +267,11 @@ DEVICE void store_zeros(const VerifyParams& p, const Request& r, int row, int pa
 // Rows [first, end) of a split in which they see nothing: zeros and an lse of -inf. Of several splits the zeros weigh
 // nothing, but combine loads them before it knows the weights, and memory that nobody wrote is no thing to load.
 template <int THREADS>
-DEVICE void store_empty(const VerifyParams& p, const Request& r, int part, int first, int end) {
+DEVICE void store_empty(const VerifyParams& p, const Request& r, int part, int first, int end,
+                        int thread = thread_idx()) {
   constexpr int QUADS = DL / 4;
-  for (int row = first + thread_idx(); row < end; row += THREADS) store_lse(p, r, row, part, neg_inf());
-  for (int i = thread_idx(); i < (end - first) * QUADS; i += THREADS) {
+  for (int row = first + thread; row < end; row += THREADS) store_lse(p, r, row, part, neg_inf());
+  for (int i = thread; i < (end - first) * QUADS; i += THREADS) {
     if (OUT_DTYPE == PARTIAL_DTYPE || !is_partial(p, part))
       store_zeros<OUT_DTYPE>(p, r, first + i / QUADS, part, i % QUADS);
     else
@@ -305,8 +306,8 @@ DEVICE void store_padding(const VerifyParams& p, Request r) {
 
 // An item whose rows see nothing at all.
 template <int THREADS>
-DEVICE void store_empty_item(const VerifyParams& p, const WorkItem& w) {
+DEVICE void store_empty_item(const VerifyParams& p, const WorkItem& w, int thread = thread_idx()) {
   const Request r = request_of(w);
   const int first = w.row_tile * PLANNED_ROWS;
-  store_empty<THREADS>(p, r, -1, first, min_int(first + PLANNED_ROWS, r.q_len * p.num_heads));
+  store_empty<THREADS>(p, r, -1, first, min_int(first + PLANNED_ROWS, r.q_len * p.num_heads), thread);
 }

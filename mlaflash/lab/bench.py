@@ -300,7 +300,6 @@ def predict_schedule(step: Step, device: Device, schedule: Schedule) -> cost.Pre
         max(step.kv_lens),
         device,
         partial_bytes=partial_bytes,
-        page_size=step.shape.page_size,
         kv_dtype=step.shape.stored,
     ).prediction
 

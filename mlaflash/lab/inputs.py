@@ -130,6 +130,11 @@ class Case:
                 )
 
     @property
+    def is_split_kv(self) -> bool:
+        """Whether the cache is two arrays; rows of 656 bytes are one in any case."""
+        return self.paired and self.kv_dtype != "fp8_ds_mla"
+
+    @property
     def batch(self) -> int:
         """Requests."""
         return len(self.q_lens)
@@ -282,8 +287,7 @@ def _poison(pool: Array) -> Any:
 
 def _cache(case: Case, pool: Array) -> dict[str, Any]:
     """Return the arguments about the cache."""
-    apart = case.paired and case.kv_dtype != "fp8_ds_mla"
-    given: dict[str, Any] = {"kv_cache": tuple(part.copy() for part in _split(pool)) if apart else pool}
+    given: dict[str, Any] = {"kv_cache": tuple(part.copy() for part in _split(pool)) if case.is_split_kv else pool}
     if case.kv_dtype is not None:
         given["kv_dtype"] = case.kv_dtype
     if case.kv_dtype == "float8_e4m3":

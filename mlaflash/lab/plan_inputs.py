@@ -15,13 +15,13 @@ from mlaflash.mask_source import MaskSource
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import (
     NARROW,
+    NARROW_32,
     NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
     NARROW_PAIR,
     ROLES_E4M3,
     ROWS_32,
-    ROWS_32_PAIR,
     ROWS_64,
     ROWS_64_ROLES,
     MmaKernelConfig,
@@ -38,8 +38,8 @@ FORMATS = (*NAMES, "sglang_bitpacking", "tree_mask")
 TILES = {
     "NARROW": NARROW,
     "NARROW_PAIR": NARROW_PAIR,
+    "NARROW_32": NARROW_32,
     "ROWS_32": ROWS_32,
-    "ROWS_32_PAIR": ROWS_32_PAIR,
     "ROWS_64": ROWS_64,
     "ROWS_64_ROLES": ROWS_64_ROLES,
 }
@@ -63,8 +63,9 @@ class Build:
 BUILDS = (
     Build(NARROW),
     Build(NARROW_PAIR, "float16", "float32", new_kv=True),
+    Build(NARROW_32, "float16", "float32", new_kv=True),
     Build(ROWS_32, "float16", "float16", logit_cap=3.0, split_kv=True),
-    Build(ROWS_32_PAIR, "bfloat16", "float32", new_kv=True, split_kv=True),
+    Build(ROWS_32, "bfloat16", "float32", new_kv=True, split_kv=True),
     Build(ROWS_64),
     Build(ROWS_64_ROLES),
     Build(ROWS_64, "float16", "float16", new_kv=True),
@@ -159,6 +160,7 @@ def plan_arguments(case: Case, **extra: Any) -> dict[str, Any]:
         "q_dtype": case.dtype,
         "logit_cap": case.logit_cap,
         "new_kv": case.new_kv,
+        "split_kv": case.is_split_kv,
     } | extra
 
 

@@ -132,14 +132,14 @@ SPACES: Final[dict[str, Space]] = {
             Axis("stages", (2, 3, 4), (2, 3), "KV tiles in the ring."),
             Axis("exchange_buffers", (1, 2), (1, 2), "Buffers for the scores that warps exchange."),
             Axis("step_tiles", (1,), (1,), "KV tiles that a group takes at once, 2 of 8 bits.", fp8_values=(1, 2)),
-            Axis("row_tiles", (1,), (1,), "Row tiles of 16 of a block, 2 over e4m3.", fp8_values=(1, 2)),
+            Axis("row_tiles", (1, 2), (1, 2), "Row tiles of 16 of a block."),
             Axis("shared_steps", (0,), (0,), "Steps of a warp's part of q in shared memory.", fp8_values=(0, 1, 3)),
             _MMA_SPLITS,
         ),
         lambda point, kv_dtype: (
             point["shared_steps"] == 0
             if point["row_tiles"] == 1
-            else kv_dtype == "float8_e4m3" and point["step_tiles"] == point["exchange_buffers"] == 1
+            else kv_dtype != "fp8_ds_mla" and point["step_tiles"] == point["exchange_buffers"] == 1
         ),
     ),
     "mma_wide": Space(

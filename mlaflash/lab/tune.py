@@ -128,7 +128,7 @@ def candidates(step: Step, device: Device) -> list[tuple[MmaKernelConfig, int, f
         Constants, splits, predicted microseconds.
     """
     problem = step.shape.rows, len(step.kv_lens), max(step.kv_lens), device
-    of_cache: dict[str, Any] = {"page_size": step.shape.page_size, "kv_dtype": step.shape.stored}
+    of_cache: dict[str, Any] = {"kv_dtype": step.shape.stored}
     chosen = cost.choose(*problem, **of_cache)
     likely = cost.candidates(*problem, **of_cache)
     least = likely[0][2]
@@ -227,7 +227,7 @@ def predicted(steps: Iterable[Step], device: Device) -> list[tuned.Entry]:
     for step in steps:
         shape = step.shape
         lens = len(step.kv_lens), max(step.kv_lens)
-        choice = cost.choose(shape.rows, *lens, device, page_size=shape.page_size)
+        choice = cost.choose(shape.rows, *lens, device)
         us = round(choice.predicted_us, 2)
         entries.append(
             tuned.Entry(shape.rows, *lens, shape.page_size, choice.config, choice.num_splits, us=us, model_us=us)

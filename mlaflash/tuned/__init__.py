@@ -215,7 +215,7 @@ def _find(
     if table.is_predicted and entry.kv_len != max_kv_len:
         return None  # the cost model knows better than its own answer to a similar question
     splits = cost.usable_splits(entry.num_splits, max_kv_len)
-    choice = cost.choice_of(entry.config, splits, rows, batch, max_kv_len, device, page_size=page_size)
+    choice = cost.choice_of(entry.config, splits, rows, batch, max_kv_len, device)
     how = "predicted" if table.is_predicted else "measured"
     problem = f"{entry.batch} x {entry.rows} rows x {entry.kv_len} tokens"
     return replace(
