@@ -83,6 +83,8 @@ def test_sweep_tries_what_reads_the_format_and_its_commands_repeat_it() -> None:
         assert record["kv_bytes"] == 70 * 576
         assert "--kv-dtype float8_e4m3" in record["command"]
     plain = run("sweep", "--q-len", "1", "--kv-len", "40", "--arch", "sm_120", "--kernel", "mma_narrow", *few, "--json")
-    (record,) = [json.loads(line) for line in plain.stdout.splitlines()]
-    assert (record["config"]["step_tiles"], record["problem"]["kv_dtype"]) == (1, None)
-    assert "--kv-dtype" not in record["command"]
+    records = [json.loads(line) for line in plain.stdout.splitlines()]
+    assert [record["config"]["row_tiles"] for record in records] == [1, 2]
+    for record in records:
+        assert (record["config"]["step_tiles"], record["problem"]["kv_dtype"]) == (1, None)
+        assert "--kv-dtype" not in record["command"]

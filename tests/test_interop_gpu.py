@@ -363,6 +363,7 @@ def test_a_capture_by_cupy_in_the_global_mode() -> None:
 
     arrays = map_arrays(to_cupy, build(TREE, 14))
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()  # the arrays are there
     with stream:
         out, lse = mlaflash.mla_verify(**arrays)
         expected = out.copy(), lse.copy()

@@ -85,6 +85,7 @@ def test_a_warm_call_can_be_captured_and_replayed(config: KernelConfig) -> None:
     first, second = (build(replace(LISTS, kv_lens=(300, 200), topk=260), seed) for seed in (5, 6))
     arguments = {name: to_gpu(value) for name, value in first.items()}
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()  # the arrays are there
     with stream:
         out, lse = mlaflash.mla_sparse(**arguments, tiles=config)
         stream.synchronize()

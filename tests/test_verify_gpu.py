@@ -87,6 +87,7 @@ def test_a_warm_call_can_be_captured_and_replayed() -> None:
 
     arguments = {name: to_gpu(value) for name, value in build(replace(BASE, kv_lens=(300, 200)), 4).items()}
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()  # the arrays are there
     with stream:
         out, lse = mlaflash.mla_verify(**arguments)
         expected = out.copy()
