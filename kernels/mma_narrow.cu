@@ -72,8 +72,10 @@ struct Smem {
   // magnitudes of q and after them float32 [ROWS][2], see join_softmax(); then what follows below.
   static constexpr u32 WEIGHTS = Q + COLUMN_WARPS * SHARED_STEPS * ROW_TILES * SCORE_BYTES;
   static constexpr u32 FACTORS = ROW_TILES * SCORE_BYTES;  // float32 [ROWS], where a base has risen
-  static constexpr u32 UNITS = FACTORS + ROWS * 4;         // float32 [ROWS]: Scales::scores
-  static constexpr u32 RAISED = UNITS + ROWS * 4;          // u32 [COLUMN_WARPS]: whose factors count
+  // float32 [ROWS]: Scales::scores; in 16 bits i32 [4][2]: of each warp q_begin and the end of the rows,
+  // PLACE_IN_SHARED.
+  static constexpr u32 UNITS = FACTORS + ROWS * 4;
+  static constexpr u32 RAISED = UNITS + ROWS * 4;  // u32 [COLUMN_WARPS]: whose factors count
   static constexpr u32 HANDOVER_BYTES = RAISED + COLUMN_WARPS * 4;
   static constexpr u32 BYTES = WEIGHTS + (ROW_TILES == 2 ? KV_GROUPS * HANDOVER_BYTES : 0);
 };
@@ -83,7 +85,10 @@ constexpr int MIN_BLOCKS = FP8 && WARPS == 4 && !IS_LARGE && 3 * (Smem::BYTES + 
 // These builds have no registers to keep, through the loop over the cache, what can be found again after it; and those
 // with new rows beside two row tiles none for what follows from the lane, which they find anew for each tile.
 constexpr bool LOCATE_AGAIN = FP8 && NEW_KV && ROW_TILES == 2;
-constexpr bool FIND_AGAIN = LOCATE_AGAIN || (TALL_16 && !PLANNED && !SOFT_CAP) || (SPARSE_IDS && COLUMN_WARPS == 2);
+constexpr bool FIND_AGAIN =
+    LOCATE_AGAIN || (TALL_16 && NEW_KV && !PLANNED && !SOFT_CAP) || (SPARSE_IDS && COLUMN_WARPS == 2);
+// Here shared memory has room for what is needed: from global memory it would come 2 us later.
+constexpr bool PLACE_IN_SHARED = TALL_16 && !NEW_KV && !PLANNED && !SOFT_CAP;
 static_assert(KV_GROUPS == 1 || (FINAL_TILES + 1) * Smem::SCORE_BYTES <= Smem::RING_BYTES,
               "half of o and the softmax state fit a warp's ring");
 
@@ -1180,6 +1185,8 @@ DEVICE void attend_32_rows(const VerifyParams& p, const Piece& piece) {
   Source source = make_source(p, r, rows, tiles, w);
   u32 q[ROW_TILES][Q_STEPS][4];
   start(p, r, rows, w, source, q);
+  const u32 place = w.handover + Smem::UNITS + w.column * 8;
+  if (PLACE_IN_SHARED && w.lane == 0) st_shared_u32x2(place, {(u32)r.q_begin, (u32)rows.end});
 
   Weigher own = make_weigher(w);
   float o[ROW_TILES][O_TILES][4] = {};
@@ -1206,9 +1213,13 @@ DEVICE void attend_32_rows(const VerifyParams& p, const Piece& piece) {
     stage = stage == (STAGES - 1) * Smem::STAGE_BYTES ? 0 : stage + Smem::STAGE_BYTES;
   }
   cp_async_wait_all();  // nothing is in flight any more
-  const Piece same = find_again(p, piece);
+  Piece same = find_again(p, piece);
   Softmax softmax[ROW_TILES];
-  join_softmax(w, own, softmax);
+  join_softmax(w, own, softmax);  // its barriers order lane 0's write of the place before the reads as well
+  if constexpr (PLACE_IN_SHARED) {
+    const u32x2 found = ld_shared_u32x2(place);
+    same.request.q_begin = (int)found.x, same.rows.first = block_idx_x() * ROWS, same.rows.end = (int)found.y;
+  }
 #pragma unroll
   for (int t = 0; t < ROW_TILES; t++) {
     if (KV_GROUPS == 2 && t > 0) all_sync();  // orders the other group's reads of the rings before the next writes
@@ -1377,8 +1388,9 @@ KERNEL(mlaflash_mma_narrow, THREADS, MIN_BLOCKS) {
   } else {
     prefetch_ids(p);
     const Request r = load_request(p, block_idx_z());
+    if (PLACE_IN_SHARED) store_padding<THREADS>(p, r);  // no register keeps the request
     attend_split(p, r);
-    store_padding<THREADS>(p, FIND_AGAIN ? load_request(p, block_idx_z()) : r);
+    if (!PLACE_IN_SHARED) store_padding<THREADS>(p, FIND_AGAIN ? load_request(p, block_idx_z()) : r);
   }
   launch_dependents();
 }
