@@ -11,6 +11,7 @@ import mlaflash
 from mlaflash import Device, TreeMask, jit, oracle
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
+from mlaflash.mma_tiles import NARROW_32_DEEP
 from mlaflash.tiles import KernelConfig, TileConfig, tile_candidates
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +35,7 @@ def mla_verify(**arguments: Any) -> tuple[Any, Any]:
     return out.get(), lse.get()
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, *mma_configs()], ids=config_id)
+@pytest.mark.parametrize("config", [*CONFIGS, *mma_configs(), replace(NARROW_32_DEEP, nsplit=2)], ids=config_id)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_agrees_with_the_oracle(case: Case, config: KernelConfig) -> None:
     run_and_compare(mla_verify, case, config, seed=1)

@@ -10,7 +10,7 @@ from mlaflash import oracle
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.target import call_name
-from mlaflash.mma_tiles import NARROW, ROWS_32, ROWS_64, ROWS_64_ROLES
+from mlaflash.mma_tiles import NARROW, NARROW_32, ROWS_32, ROWS_64, ROWS_64_ROLES
 from mlaflash.schedule import MMA_KERNELS
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
 
@@ -95,7 +95,7 @@ def configs() -> Iterator[KernelConfig]:
 
 def mma_configs(kernels: Sequence[str] = MMA_KERNELS) -> Iterator[KernelConfig]:
     """Return what the cost model chooses from, direct and split."""
-    for config in (NARROW, ROWS_32, ROWS_64, ROWS_64_ROLES):
+    for config in (NARROW, NARROW_32, ROWS_32, ROWS_64, ROWS_64_ROLES):
         if config.kernel in kernels:
             yield replace(config, nsplit=1)
             yield replace(config, nsplit=3)
@@ -103,7 +103,7 @@ def mma_configs(kernels: Sequence[str] = MMA_KERNELS) -> Iterator[KernelConfig]:
 
 def list_configs() -> Iterator[KernelConfig]:
     """Return those of them that attend over lists of slots."""
-    yield from mma_configs(("mma_narrow", "mma_wide"))
+    yield from (c for c in mma_configs(("mma_narrow", "mma_wide")) if getattr(c, "row_tiles", 1) == 1)
 
 
 def config_id(config: KernelConfig) -> str:
