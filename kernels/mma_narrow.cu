@@ -347,19 +347,26 @@ DEVICE void copy_tile(const VerifyParams& p, const Request& r, const RowTile& ro
 
 // --- one tile ------------------------------------------------------------------------------------------------------
 
-// The warp's part of q K^T: 16 rows x 16 tokens, over its 144 dims; two sums, because an mma waits long for the one
-// before it.
-DEVICE void partial_scores(const u32 (&q)[Q_STEPS][4], u32 keys, float (&sums)[2][2][4]) {
+// The warp's operands of K, one after the other to multiply(step, operand).
+template <class Multiply>
+DEVICE void stream_keys(u32 keys, Multiply multiply) {
   u32 k[K_AHEAD + 1][4];
 #pragma unroll
   for (int i = 0; i < K_AHEAD; i++) ldmatrix_x4(k[i], keys + i * 32);
 #pragma unroll
   for (int i = 0; i < K_STEPS; i++) {
     if (i + K_AHEAD < K_STEPS) ldmatrix_x4(k[(i + K_AHEAD) % (K_AHEAD + 1)], keys + (i + K_AHEAD) * 32);
-    const u32(&b)[4] = k[i % (K_AHEAD + 1)];
+    multiply(i, k[i % (K_AHEAD + 1)]);
+  }
+}
+
+// The warp's part of q K^T: 16 rows x 16 tokens, over its 144 dims; two sums, because an mma waits long for the one
+// before it.
+DEVICE void partial_scores(const u32 (&q)[Q_STEPS][4], u32 keys, float (&sums)[2][2][4]) {
+  stream_keys(keys, [&](int i, const u32(&b)[4]) {
     mma_16x8x16(sums[i % 2][0], q[i], b[0], b[1]);
     mma_16x8x16(sums[i % 2][1], q[i], b[2], b[3]);
-  }
+  });
 }
 
 DEVICE void load_values(u32 values, u32 (&v)[V_STEPS][4]) {
@@ -718,19 +725,13 @@ DEVICE void join_softmax(const Warp& w, const Weigher& own, Softmax (&softmax)[R
 // --- one tile of 16 bits for two row tiles --------------------------------------------------------------------------
 
 DEVICE void partial_scores_of_both(const u32 (&q)[ROW_TILES][Q_STEPS][4], u32 keys, float (&s)[ROW_TILES][1][2][4]) {
-  u32 k[K_AHEAD + 1][4];
-#pragma unroll
-  for (int i = 0; i < K_AHEAD; i++) ldmatrix_x4(k[i], keys + i * 32);
-#pragma unroll
-  for (int i = 0; i < K_STEPS; i++) {
-    if (i + K_AHEAD < K_STEPS) ldmatrix_x4(k[(i + K_AHEAD) % (K_AHEAD + 1)], keys + (i + K_AHEAD) * 32);
-    const u32(&b)[4] = k[i % (K_AHEAD + 1)];
+  stream_keys(keys, [&](int i, const u32(&b)[4]) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++) {
       mma_16x8x16(s[t][0][0], q[t][i], b[0], b[1]);
       mma_16x8x16(s[t][0][1], q[t][i], b[2], b[3]);
     }
-  }
+  });
 }
 
 // The first V_AHEAD operands of `v` are there.

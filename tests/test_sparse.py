@@ -9,6 +9,7 @@ from verify_cases import (
     LISTS,
     SCALE,
     SPARSE_CASES,
+    WIDE_PAIR,
     assert_same,
     config_id,
     configs,
@@ -22,14 +23,13 @@ from mlaflash.interop import numpy_view
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import GARBAGE_ID, Case, build
 from mlaflash.lab.variants import compile_all, variants
-from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32, ROWS_64, MmaNarrowConfig, MmaWideConfig
+from mlaflash.mma_tiles import NARROW, NARROW_PAIR, ROWS_32, ROWS_64, MmaNarrowConfig
 from mlaflash.problem import Problem
 from mlaflash.schedule import plan
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
 
 CONFIGS = [*configs(), *list_configs()]
 # Rings of other depths, and blocks whose half-warps copy two rows each.
-WIDE_PAIR = MmaWideConfig(row_groups=2, column_warps=2, refill_at=5, nsplit=2)  # four warps a block
 RINGS = [replace(NARROW_PAIR, nsplit=2), MmaNarrowConfig(1, 3, 2, nsplit=1), WIDE_PAIR]
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -7,17 +7,26 @@ import ml_dtypes
 import numpy as np
 import pytest
 from test_verify_gpu import to_gpu
-from verify_cases import LISTS, SCALE, SPARSE_CASES, assert_same, config_id, configs, list_configs, run_and_compare
+from verify_cases import (
+    LISTS,
+    SCALE,
+    SPARSE_CASES,
+    WIDE_PAIR,
+    assert_same,
+    config_id,
+    configs,
+    list_configs,
+    run_and_compare,
+)
 
 import mlaflash
 from mlaflash import oracle
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
-from mlaflash.mma_tiles import NARROW_PAIR, MmaWideConfig
+from mlaflash.mma_tiles import NARROW_PAIR
 from mlaflash.tiles import KernelConfig
 
 pytestmark = pytest.mark.gpu
-WIDE_PAIR = MmaWideConfig(row_groups=2, column_warps=2, refill_at=5, nsplit=2)  # four warps a block
 CONFIGS = [*configs(), *list_configs(), replace(NARROW_PAIR, nsplit=2), WIDE_PAIR]
 MMA = list(list_configs())
 

@@ -10,7 +10,7 @@ from mlaflash import oracle
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case, build
 from mlaflash.lab.target import call_name
-from mlaflash.mma_tiles import NARROW, NARROW_32, ROWS_32, ROWS_64, ROWS_64_ROLES
+from mlaflash.mma_tiles import NARROW, NARROW_32, ROWS_32, ROWS_64, ROWS_64_ROLES, MmaWideConfig
 from mlaflash.schedule import MMA_KERNELS
 from mlaflash.tiles import KernelConfig, NaiveConfig, TileConfig
 
@@ -84,6 +84,9 @@ def run_and_compare(run: Any, case: Case, config: KernelConfig, seed: int, **ext
         f"{case.name} {config}: {result.reason}; {result.worst_array}{list(result.worst_index)} is "
         f"{result.worst_actual}, expected {result.worst_expected}"
     )
+
+
+WIDE_PAIR = MmaWideConfig(row_groups=2, column_warps=2, refill_at=5, nsplit=2)  # four warps a block
 
 
 def configs() -> Iterator[KernelConfig]:
