@@ -1313,6 +1313,8 @@ DEVICE void attend_fp8(const VerifyParams& p, const Piece& piece) {
       for (int j = 0; j < CODE_LOADS; j++) {
         if (j + 1 < CODE_LOADS) ldmatrix_x4_trans(v[0][(j + 1) % 2], values + (j + 1) * 32);
         add_values_fp8(weights, 0, v[0][j % 2], j, o);
+        // Else ptxas puts each conversion right in front of its product.
+        if (j == 0 && !SPLIT_SOFTMAX) split_code(p.num_heads == 0);
       }
       copy_tile(p, r, rows, w, source, w.ring + stage, copied_id(w, source, w.ring + stage));
     }

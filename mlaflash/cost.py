@@ -30,6 +30,7 @@ from mlaflash.mma_tiles import (
     NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
+    ROLES_32_E4M3,
     ROLES_E4M3,
     ROWS_32,
     ROWS_64,
@@ -167,6 +168,8 @@ class RowClass:
         Whether it does attention over lists of slots.
     takes_new_kv : bool
         Whether the last tokens may come from `new_kv`.
+    tiles_at_once : int
+        Tiles that a block works on side by side: it takes as long for fewer of them.
     """
 
     config: MmaKernelConfig
@@ -177,6 +180,7 @@ class RowClass:
     least_capability: tuple[int, int] = (8, 0)
     takes_lists: bool = True
     takes_new_kv: bool = True
+    tiles_at_once: int = 1
 
 
 ROW_CLASSES: Final = (
@@ -215,24 +219,33 @@ FP8_ROW_CLASSES: Final = {
     "float8_e4m3": (
         RowClass(
             NARROW_E4M3,
-            start_us=5.6,
-            tile_clocks=1305,
+            start_us=7.5,
+            tile_clocks=1170,
             counts=TileCounts(136, 34, 10_496, 9_344, 4, 0),
             blocks_per_sm=2,
         ),
         RowClass(
             NARROW_32_E4M3,
-            start_us=6.6,
-            tile_clocks=2000,
+            start_us=7.1,
+            tile_clocks=1920,
             counts=TileCounts(272, 32, 29_200, 9_472, 8, 0),
             blocks_per_sm=2,
             takes_lists=False,
         ),
         RowClass(
+            ROLES_32_E4M3,
+            start_us=9.1,
+            tile_clocks=750,
+            counts=TileCounts(272, 34, 28_704, 9_280, 8, 512),
+            takes_lists=False,
+            takes_new_kv=False,
+            tiles_at_once=2,
+        ),
+        RowClass(
             ROLES_E4M3,
-            start_us=8.2,
-            tile_clocks=1515,
-            counts=TileCounts(544, 52, 61_968, 9_216, 16, 1_024),
+            start_us=9.0,
+            tile_clocks=1380,
+            counts=TileCounts(544, 52, 78_456, 9_216, 16, 1_024),
             takes_lists=False,
             takes_new_kv=False,
         ),
@@ -241,8 +254,8 @@ FP8_ROW_CLASSES: Final = {
         RowClass(NARROW_DS_MLA, start_us=5.6, tile_clocks=920, counts=TileCounts(136, 36, 18_944, 10_752, 8, 0)),
     ),
 }
-"""The same for caches of 8 bits, by what these hold. Times of a tile were measured; those of a start are the 16-bit
-kernels'."""
+"""The same for caches of 8 bits, by what these hold. For e4m3 fitted to a sweep of its own (`docs/experiments.md`); for
+656-byte rows the time of a tile was measured, and that of a start is the 16-bit kernel's."""
 
 
 def row_classes(kv_dtype: str) -> tuple[RowClass, ...]:
@@ -580,6 +593,10 @@ class _Model:
         """Count the blocks that run at once."""
         return self.num_sms * row_class.blocks_per_sm
 
+    def run(self, row_class: RowClass, splits: int) -> int:
+        """Count the tiles that a split takes the time of."""
+        return _ceil(_ceil(self.tiles, splits), row_class.tiles_at_once) * row_class.tiles_at_once
+
     def split_candidates(self, row_class: RowClass, max_splits: int) -> list[int]:
         """Return 1, the most that is allowed, and what fills one to four waves or a part of one.
 
@@ -589,7 +606,7 @@ class _Model:
         blocks = self.batch * self.row_tiles(row_class)
         wanted = {1, most} | {int(waves * self.slots(row_class) / blocks) for waves in (0.25, 0.5, 0.75, 1, 2, 3, 4)}
         counts = {min(max(splits, 1), most) for splits in wanted}
-        return sorted({_ceil(self.tiles, _ceil(self.tiles, splits)) for splits in counts})
+        return sorted({_ceil(self.tiles, self.run(row_class, splits)) for splits in counts})
 
     def best_splits(self, row_class: RowClass, max_splits: int) -> tuple[float, int]:
         """Return the least time and its splits; of about equal ones those with the shortest chain of tiles."""
@@ -618,7 +635,7 @@ class _Model:
         waves = _ceil(self.batch * self.row_tiles(row_class) * splits, self.slots(row_class))
         start = row_class.start_us * (1 + _LATER_START * (waves - 1))
         late = _LAST_TILES if waves > 1 else 0.0
-        return start + (waves + late) * _ceil(self.tiles, splits) * self.tile_us(row_class)
+        return start + (waves + late) * self.run(row_class, splits) * self.tile_us(row_class)
 
     def memory_us(self, row_class: RowClass, splits: int) -> float:
         # Row tiles of a request run side by side: all but one read from the level-2 cache, half of that time hidden.

@@ -315,16 +315,20 @@ NARROW_DS_MLA: Final = MmaNarrowConfig(stages=3, exchange_buffers=1)
 
 @dataclass(frozen=True, slots=True)
 class MmaRolesConfig:
-    """Constants of the `mma_roles` kernel, for 64 rows: 4 score warps and 8 value warps of at most 168 registers.
+    """Constants of the `mma_roles` kernel: 4 score warps and 8 value warps of at most 168 registers.
+
+    They work on 64 rows, or over a cache of e4m3 as two groups on the same 32, each with half of the KV.
 
     Parameters
     ----------
     stages : int
-        KV tiles in the ring, a power of two and at least 4: one or two are in use, the others on their way.
+        KV tiles in a group's ring, 4 to 8: one or two are in use, the others on their way.
     shared_steps : int
         Of the 18 steps through a score warp's half of q, those that stay in shared memory for want of registers.
     lookahead : int
         Operand loads that a score warp issues ahead of the products that use them.
+    row_tiles : int
+        Row tiles of 16 of a block, 4 or, over a cache of e4m3, 2.
     nsplit : int or None
         Splits of the KV, at least 1; None is chosen from the problem and the device. A run-time number: changing it
         compiles nothing.
@@ -340,16 +344,19 @@ class MmaRolesConfig:
     stages: int = 4
     shared_steps: int = 4
     lookahead: int = 2
+    row_tiles: int = 4
     nsplit: int | None = None
 
     def __post_init__(self) -> None:
         """Check the constants against each other; the device's limits are checked by `mlaflash.tiles.check_shared`."""
-        if self.stages not in (4, 8):
-            raise TileError(f"stages is {self.stages}; it must be 4 or 8, because q passes through four. Use 4.")
-        if not 0 <= self.shared_steps <= 5:
-            raise TileError(f"shared_steps is {self.shared_steps}; it must be 0 to 5. Use 4.")
+        if not 4 <= self.stages <= 8:
+            raise TileError(f"stages is {self.stages}; it must be 4 to 8, because q passes through four. Use 4.")
+        if not 0 <= self.shared_steps <= 9:
+            raise TileError(f"shared_steps is {self.shared_steps}; it must be 0 to 9. Use 4.")
         if self.lookahead not in (1, 2):
             raise TileError(f"lookahead is {self.lookahead}; it must be 1 or 2. Use 2.")
+        if self.row_tiles not in (2, 4):
+            raise TileError(f"row_tiles is {self.row_tiles}; it must be 4, or 2 over a cache of e4m3. Use 4.")
         if self.nsplit is not None:
             object.__setattr__(self, "nsplit", integer("nsplit", self.nsplit, 1))
 
@@ -361,7 +368,7 @@ class MmaRolesConfig:
     @property
     def rows(self) -> int:
         """Packed rows of a block."""
-        return 64
+        return self.row_tiles * TILE
 
     @property
     def threads(self) -> int:
@@ -369,24 +376,28 @@ class MmaRolesConfig:
         return 12 * _WARP
 
     def defines(self) -> dict[str, int]:
-        """Return STAGES, SHARED_STEPS and LOOKAHEAD."""
+        """Return STAGES, SHARED_STEPS, LOOKAHEAD and ROW_TILES."""
         return {
             "STAGES": self.stages,
             "SHARED_STEPS": self.shared_steps,
             "LOOKAHEAD": self.lookahead,
+            "ROW_TILES": self.row_tiles,
         }
 
     def shared_bytes(self, kv_dtype: str = "bfloat16") -> int:
         """Bytes of the rings, a part of q, partial scores, two buffers of weights, and of what masks and rows need."""
-        stage = TILE * _ROW_PITCH + 16
-        exchange = 4 * 1024
-        ring = self.stages * stage + exchange
-        if kv_dtype in FP8_CODES:
-            ring = max(self.stages * (TILE * (D + 16) + 16) + exchange, self.rows * _ROW_PITCH)
-        q = 4 * self.shared_steps * 1024
-        handover = 2 * (4 * 512 + 512)
-        rows = self.rows * (4 + 8)
-        return ring + q + handover + rows + MAX_TAIL_LEN // 8 + 48
+        groups = 4 // self.row_tiles
+        is_fp8 = kv_dtype in FP8_CODES
+        stage = TILE * (D + 16 if is_fp8 else _ROW_PITCH) + 16
+        exchange = weights = self.row_tiles * 1024
+        q = self.row_tiles * self.shared_steps * 1024  # once for both groups
+        front = self.stages * stage + exchange + weights + (q if groups == 1 else 0)
+        if is_fp8:  # q as it comes lies behind two stages at first
+            front = max(front, 2 * stage + self.row_tiles // groups * TILE * _ROW_PITCH)
+        handover = 2 * 512
+        if groups == 2:  # has room between its buffers for the rest
+            return 2 * (front + handover) + q
+        return front + handover + self.rows * (4 + 8) + MAX_TAIL_LEN // 8 + 48
 
     def as_dict(self) -> dict[str, int]:
         """Return the constants, and `nsplit` where it is set."""
@@ -396,8 +407,11 @@ class MmaRolesConfig:
 ROWS_64_ROLES: Final = MmaRolesConfig()
 """Row tiles of 64: 101,360 bytes, 168 registers."""
 
-ROLES_E4M3: Final = MmaRolesConfig(shared_steps=5)
-"""Row tiles of 64 over a cache of e4m3: 101,296 bytes, 168 registers."""
+ROLES_E4M3: Final = MmaRolesConfig(shared_steps=9)
+"""Row tiles of 64 over a cache of e4m3: 95,696 bytes, 168 registers."""
+
+ROLES_32_E4M3: Final = MmaRolesConfig(shared_steps=7, row_tiles=2)
+"""Row tiles of 32 over a cache of e4m3: 100,480 bytes, 168 registers."""
 
 MmaKernelConfig: TypeAlias = MmaNarrowConfig | MmaRolesConfig | MmaWideConfig
 """Constants of any of these kernels."""

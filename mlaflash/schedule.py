@@ -221,6 +221,11 @@ def check_cache(config: KernelConfig, kv_dtype: str, *, has_new_kv: bool) -> Non
                     f"{name} is {value} and kv_cache is {kv_dtype}; other than {usual} is for caches {caches}. "
                     f"Use {usual}."
                 )
+    if isinstance(config, MmaRolesConfig) and not is_fp8 and config.row_tiles != 4:
+        raise TileError(
+            f"row_tiles is {config.row_tiles} and kv_cache is {kv_dtype}; other than 4 is for caches of float8_e4m3. "
+            "Use 4, or mma_narrow."
+        )
     if isinstance(config, MmaRolesConfig) and is_fp8 and config.lookahead != ROLES_E4M3.lookahead:
         raise TileError(
             f"lookahead is {config.lookahead} and kv_cache is {kv_dtype}; it must be {ROLES_E4M3.lookahead} there. Use "

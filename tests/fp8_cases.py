@@ -10,6 +10,7 @@ from verify_cases import SCALE
 from mlaflash import oracle
 from mlaflash.lab.compare import compare, tolerance
 from mlaflash.lab.inputs import Case
+from mlaflash.mma_tiles import NARROW_32_E4M3, NARROW_E4M3, ROLES_32_E4M3, ROLES_E4M3
 from mlaflash.params import FP8_CODES
 from mlaflash.schedule import FP8_KERNELS
 
@@ -26,8 +27,13 @@ BASE = Case(
     kv_dtype="float8_e4m3",
 )
 FORMATS = tuple(FP8_CODES)
-READERS = [(kv_dtype, kernel) for kv_dtype, kernels in FP8_KERNELS.items() for kernel in kernels]
+NAMED = [(kv_dtype, kernel) for kv_dtype, kernels in FP8_KERNELS.items() for kernel in kernels]
 """Each format with each kernel that reads it."""
+
+ROLES_32 = "mma_roles of 32 rows"
+READERS = [*NAMED, ("float8_e4m3", ROLES_32)]
+E4M3_CONFIGS = (NARROW_E4M3, NARROW_32_E4M3, ROLES_32_E4M3, ROLES_E4M3)
+E4M3_READERS = [reader for kv_dtype, reader in READERS if kv_dtype == "float8_e4m3"]
 
 CASES = [
     replace(BASE, name="causal", mask="causal"),
@@ -50,9 +56,16 @@ JUDGED = [
     (kv_dtype, kernel, replace(case, kv_dtype=kv_dtype))
     for kv_dtype, kernel in READERS
     for case in CASES
-    if not (kernel == "mma_roles" and case.new_kv)
+    if not (kernel != "mma_narrow" and case.new_kv)
 ]
 """Each of them with each case that it takes."""
+
+
+def asked(reader: str | None) -> dict[str, Any]:
+    """Give the arguments that ask for one of them."""
+    if reader == ROLES_32:
+        return {"tiles": ROLES_32_E4M3}
+    return {} if reader is None else {"kernel": reader}
 
 
 def judge(result: tuple[Any, Any], arguments: dict[str, Any], case: Case) -> None:

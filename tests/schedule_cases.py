@@ -32,6 +32,7 @@ from mlaflash.mma_tiles import (
     NARROW_DS_MLA,
     NARROW_E4M3,
     NARROW_PAIR,
+    ROLES_32_E4M3,
     ROLES_E4M3,
     ROWS_32,
     ROWS_64,
@@ -192,6 +193,8 @@ SCENARIOS: dict[str, dict[str, Callable[[], Scenario]]] = {
         "e4m3": lambda: verify(replace(FP8, new_kv=False), ROLES_E4M3, splits=1),
         "e4m3 pairs": lambda: verify(replace(FP8, new_kv=False, paired=True), ROLES_E4M3, splits=1),
         "e4m3 plan": lambda: planned(replace(PLANNED, kv_dtype="float8_e4m3"), ROLES_E4M3, 1),
+        "e4m3, two groups": lambda: verify(replace(FP8, new_kv=False), ROLES_32_E4M3, splits=1),
+        "e4m3 plan, two groups": lambda: planned(replace(PLANNED, kv_dtype="float8_e4m3"), ROLES_32_E4M3, 1),
     },
     "plan": {
         "few pieces": lambda: planned(MANY, NARROW, 2),

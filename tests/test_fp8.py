@@ -7,7 +7,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from fp8_cases import BASE, E4M3, FORMATS, JUDGED, READERS, judge, numbers
+from fp8_cases import (
+    BASE,
+    E4M3,
+    E4M3_CONFIGS,
+    E4M3_READERS,
+    FORMATS,
+    JUDGED,
+    NAMED,
+    READERS,
+    ROLES_32,
+    asked,
+    judge,
+    numbers,
+)
 from verify_cases import SCALE, assert_same
 
 import mlaflash
@@ -17,7 +30,14 @@ from mlaflash.interop import numpy_view
 from mlaflash.lab.inputs import KV_SCALE, Case, build
 from mlaflash.lab.plan_inputs import plan_arguments
 from mlaflash.lab.target import read_problem
-from mlaflash.mma_tiles import NARROW_32_E4M3, NARROW_E4M3, NARROW_PAIR, ROLES_E4M3, ROWS_64, MmaNarrowConfig
+from mlaflash.mma_tiles import (
+    NARROW_32_E4M3,
+    NARROW_PAIR,
+    ROLES_32_E4M3,
+    ROLES_E4M3,
+    ROWS_64,
+    MmaNarrowConfig,
+)
 from mlaflash.params import DS_MLA_BYTES, FP8_CODES, row_bytes
 from mlaflash.plan import check_capacity, choose_work, run_launches
 from mlaflash.schedule import FP8_KERNELS, build_params, plan
@@ -222,7 +242,7 @@ def test_kernels_that_read_8_bits_are_chosen_and_fit(heads: int, kv_len: int, kv
         assert planned_merge.defines["KV_DTYPE"] == 1
 
 
-@pytest.mark.parametrize(("kv_dtype", "kernel"), READERS)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), NAMED)
 @pytest.mark.parametrize("rows", [1, 16, 32, 33, 200])
 def test_a_kernel_may_be_asked_for_by_name(kernel: str, rows: int, kv_dtype: str) -> None:
     problem = VerifyShape(num_heads=rows, q_len=1, kv_len=500, kv_dtype=kv_dtype).problem()
@@ -252,6 +272,8 @@ def test_constants_for_the_other_width_are_refused() -> None:
         plan(plain, DEVICE, tiles=MmaNarrowConfig(step_tiles=2, kv_groups=1))
     with pytest.raises(TileError, match=r"shared_steps is 1 and kv_cache is bfloat16; .*of float8_e4m3. Use 0"):
         plan(plain, DEVICE, tiles=NARROW_32_E4M3)
+    with pytest.raises(TileError, match=r"row_tiles is 2 and kv_cache is bfloat16; .*of float8_e4m3. Use 4, or mma_na"):
+        plan(plain, DEVICE, tiles=ROLES_32_E4M3)
     rows = read_problem(build(replace(BASE, kv_dtype="fp8_ds_mla"), 11))
     for narrower in (plain, rows):
         with pytest.raises(TileError, match=r"column_warps is 2 and kv_cache is .*of float8_e4m3. Use 4"):
@@ -345,20 +367,20 @@ def test_a_shape_counts_the_bytes_of_its_rows() -> None:
 @pytest.mark.parametrize(("kv_dtype", "kernel"), [*READERS, *((each, None) for each in FORMATS)])
 def test_any_number_of_rows(rows: int, kernel: str | None, kv_dtype: str) -> None:
     case = replace(BASE, q_lens=(1,), kv_lens=(rows + 40,), heads=rows, kv_dtype=kv_dtype)
-    check(case, rows, kernel=kernel)
+    check(case, rows, **asked(kernel))
 
 
 @pytest.mark.parametrize(("kv_dtype", "kernel", "case"), JUDGED, ids=lambda each: getattr(each, "name", each))
 def test_agrees_with_the_oracle(case: Case, kernel: str, kv_dtype: str) -> None:
     assert case.kv_dtype == kv_dtype
-    check(case, 20, kernel=kernel)
+    check(case, 20, **asked(kernel))
 
 
 @pytest.mark.parametrize(("kv_dtype", "kernel"), READERS)
 def test_16_bit_results(kernel: str, kv_dtype: str) -> None:
     case = replace(BASE, kv_dtype=kv_dtype)
     arguments = build(case, 21)
-    judge(emulator.mla_verify(**arguments, kernel=kernel), arguments, case)
+    judge(emulator.mla_verify(**arguments, **asked(kernel)), arguments, case)
 
 
 def test_rows_in_two_arrays_give_the_same_bits() -> None:
@@ -374,22 +396,22 @@ def test_lists_of_slots(heads: int, kv_dtype: str) -> None:
     check(case, 23)
 
 
-@pytest.mark.parametrize("kernel", FP8_KERNELS["float8_e4m3"])
+@pytest.mark.parametrize("kernel", E4M3_READERS)
 def test_a_scale_on_the_device_is_the_same_as_its_number(kernel: str) -> None:
-    arguments = build(replace(BASE, new_kv=kernel == "mma_narrow"), 24) | {"kernel": kernel}
+    arguments = build(replace(BASE, new_kv=kernel == "mma_narrow"), 24) | asked(kernel)
     expected = emulator.mla_verify(**arguments)
     arguments["kv_scale"] = np.full(1, arguments["kv_scale"], np.float32)
     assert_same(emulator.mla_verify(**arguments), expected)
 
 
-@pytest.mark.parametrize("kernel", FP8_KERNELS["float8_e4m3"])
+@pytest.mark.parametrize("kernel", E4M3_READERS)
 @pytest.mark.parametrize("scale", [2.0**-20, 1.0, 37.5])
 def test_scales_of_any_size(scale: float, kernel: str) -> None:
     # Scores keep their size.
     case = replace(BASE, sm_scale=SCALE * KV_SCALE / scale)
     arguments = build(case, 25) | {"kv_scale": scale, "out_dtype": "float32", "sm_scale": case.sm_scale}
     arguments["q"] = build(BASE, 25)["q"]
-    judge(emulator.mla_verify(**arguments, kernel=kernel), arguments, case)
+    judge(emulator.mla_verify(**arguments, **asked(kernel)), arguments, case)
 
 
 @pytest.mark.parametrize(("kv_dtype", "kernel"), READERS)
@@ -397,7 +419,7 @@ def test_a_nan_code_is_nan_where_it_is_visible_and_nowhere_else(kernel: str, kv_
     case = replace(BASE, kv_dtype=kv_dtype, q_lens=(2, 2), mask="none", addressing="dense")
     arguments = build(case, 26)
     arguments["kv_cache"][1, 11, 300] = 0x7F
-    out, lse = emulator.mla_verify(**arguments, kernel=kernel)
+    out, lse = emulator.mla_verify(**arguments, **asked(kernel))
     assert np.isfinite(out[:2].astype(np.float32)).all()
     assert np.isfinite(lse[:2]).all()
     assert np.isnan(lse[2:]).all()
@@ -411,18 +433,18 @@ def test_bits_that_nobody_sees_change_nothing(kernel: str, kv_dtype: str) -> Non
     poisoned, clean = arguments["kv_cache"], arguments["kv_cache"].copy()
     clean[(poisoned == 0xFF).all(axis=-1)] = 0
     assert (clean != poisoned).any()
-    expected = emulator.mla_verify(**(arguments | {"kv_cache": clean}), kernel=kernel)
+    expected = emulator.mla_verify(**(arguments | {"kv_cache": clean}), **asked(kernel))
     for byte in (0xFF, 0x7F, 0x7E):
         other = np.where((poisoned == 0xFF).all(axis=-1, keepdims=True), np.uint8(byte), poisoned)
-        assert_same(emulator.mla_verify(**(arguments | {"kv_cache": other}), kernel=kernel), expected)
+        assert_same(emulator.mla_verify(**(arguments | {"kv_cache": other}), **asked(kernel)), expected)
 
 
 @pytest.mark.parametrize(("kv_dtype", "kernel"), READERS)
 def test_kv_is_read_once_for_all_rows(kernel: str, kv_dtype: str) -> None:
-    q_len = 2 if kernel == "mma_narrow" else 8  # of 8 heads
+    q_len = {"mma_narrow": 2, ROLES_32: 4}.get(kernel, 8)  # of 8 heads
     case = replace(BASE, q_lens=(q_len,), kv_lens=(96,), kv_dtype=kv_dtype, mask="none")
     reports: list[Any] = []
-    emulator.mla_verify(**build(case, 28), kernel=kernel, reports=reports)
+    emulator.mla_verify(**build(case, 28), **asked(kernel), reports=reports)
     assert sum(report.bytes_read["kv_cache"] for report in reports) == 96 * row_bytes(kv_dtype)
 
 
@@ -462,7 +484,7 @@ def test_plans_agree_with_the_oracle(page_size: int, addressing: Any, heads: int
 
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("logit_cap", [0.0, 30.0])
-@pytest.mark.parametrize("config", [NARROW_E4M3, NARROW_32_E4M3, ROLES_E4M3], ids=lambda config: str(config.rows))
+@pytest.mark.parametrize("config", E4M3_CONFIGS, ids=lambda config: f"{config.kernel}-{config.rows}")
 def test_plans_with_every_feature_agree_with_the_oracle(config: Any, logit_cap: float, paired: bool) -> None:
     """Several items a block, and new rows over more than one tile."""
     case = replace(BASE, q_lens=(20, 0, 5), kv_lens=(140, 7, 333), mask="tree", logit_cap=logit_cap, paired=paired)

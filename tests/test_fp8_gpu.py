@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from fp8_cases import BASE, FORMATS, JUDGED, judge
+from fp8_cases import BASE, E4M3_CONFIGS, FORMATS, JUDGED, asked, judge
 
 import mlaflash
 from mlaflash import TreeMask, VerifyPlan
@@ -51,7 +51,7 @@ def check(case: Case, seed: int, **extra: Any) -> None:
 @pytest.mark.parametrize(("kv_dtype", "kernel", "case"), JUDGED, ids=lambda each: getattr(each, "name", each))
 def test_agrees_with_the_oracle(case: Case, kernel: str, kv_dtype: str) -> None:
     assert case.kv_dtype == kv_dtype
-    check(case, 1, kernel=kernel)
+    check(case, 1, **asked(kernel))
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
@@ -146,6 +146,18 @@ def test_plans_agree_with_the_oracle(heads: int, page_size: int, kv_dtype: str) 
     planned = make(case, out_dtype="float32")
     planned.update(**metadata(arguments), validate=True)
     judge(host(planned.run(**inputs(arguments))), arguments, case)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("config", E4M3_CONFIGS, ids=lambda config: f"{config.kernel}-{config.rows}")
+def test_each_kernels_plans_agree_with_the_oracle(config: Any, page_size: int) -> None:
+    """Blocks with several items, a cap, rows in two pieces, and requests of one tile, of which groups have none."""
+    case = replace(BASE, q_lens=(20, 0, 5, 1), kv_lens=(1400, 7, 3333, 16), page_size=page_size)
+    for variant in (case, replace(case, logit_cap=30.0), replace(case, paired=True)):
+        arguments = build(variant, 34)
+        planned = make(variant, tiles=config, out_dtype="float32")
+        planned.update(**metadata(arguments), validate=True)
+        judge(host(planned.run(**inputs(arguments))), arguments, variant)
 
 
 @pytest.mark.parametrize("heads", [2, 16])

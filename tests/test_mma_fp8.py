@@ -16,6 +16,7 @@ from mlaflash.mma_tiles import (
     NARROW_32_E4M3,
     NARROW_DS_MLA,
     NARROW_E4M3,
+    ROLES_32_E4M3,
     ROLES_E4M3,
     MmaNarrowConfig,
     feature_defines,
@@ -37,6 +38,7 @@ BUILDS = {
     "narrow-32": (E4M3, NARROW_32_E4M3),
     "narrow-32-groups": (E4M3, MmaNarrowConfig(2, 3, 1, 1, 2, shared_steps=1)),
     "roles": (E4M3, ROLES_E4M3),
+    "roles-32": (E4M3, ROLES_32_E4M3),
     "narrow-ds": (DS_MLA, NARROW_DS_MLA),
 }
 
@@ -278,6 +280,7 @@ SHIPPED = {
     "narrow": (E4M3, NARROW_E4M3),
     "narrow-32": (E4M3, NARROW_32_E4M3),
     "roles": (E4M3, ROLES_E4M3),
+    "roles-32": (E4M3, ROLES_32_E4M3),
     "narrow-ds": (DS_MLA, NARROW_DS_MLA),
 }
 

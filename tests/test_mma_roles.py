@@ -251,7 +251,7 @@ def test_config_offers_what_a_kernel_config_does() -> None:
     assert ROWS_64_ROLES.shared_bytes() <= 101_376
 
 
-@pytest.mark.parametrize("constants", [{"stages": 3}, {"shared_steps": 6}, {"lookahead": 3}])
+@pytest.mark.parametrize("constants", [{"stages": 3}, {"shared_steps": 10}, {"lookahead": 3}, {"row_tiles": 3}])
 def test_constants_that_are_not_built_are_refused(constants: dict[str, int]) -> None:
     with pytest.raises(TileError, match=next(iter(constants))):
         MmaRolesConfig(**constants)

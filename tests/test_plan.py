@@ -1345,7 +1345,7 @@ BETWEEN_ITEMS = r"block_sync\(\);(?= +// orders this item's reads)"
 STATEMENTS = {
     "mma_narrow": BETWEEN_ITEMS,
     "mma_wide": rf"{BETWEEN_ITEMS}|retire_barriers\(shared_base\(\)\);",
-    "mma_roles": r"roles_sync\(\w+\(\), 1\);(?= +// orders this item's reads)|retire_barriers\(shared_base\(\)\);",
+    "mma_roles": r"roles_sync\(1\);(?= +// orders this item's reads)|(?<=GROUPS == 1\) )retire_barriers\(smem\);",
     "plan": r"block_sync\(\);",
     "combine_planned": r"block_sync\(\);",
 }

@@ -38,7 +38,9 @@ def test_every_kernel_has_a_scenario() -> None:
 FIRST = [(kernel, next(iter(named))) for kernel, named in SCENARIOS.items()]
 
 
-@pytest.mark.parametrize(("kernel", "name"), [*FIRST, ("mma_roles", "e4m3 plan")])
+@pytest.mark.parametrize(
+    ("kernel", "name"), [*FIRST, ("mma_roles", "e4m3 plan"), ("mma_roles", "e4m3 plan, two groups")]
+)
 def test_a_few_orders(kernel: str, name: str) -> None:
     assert len({scenario(kernel, name)(seed) for seed in range(SEEDS)}) == 1
 
@@ -84,6 +86,7 @@ UNSEEN: dict[str, str] = {
     "cp_async_wait_all();  // nothing is in flight any more": EMPTY,
     "the reads of the stage before the next task's copies into it": "a block has one task below 2**31 of them",
     "orders the reads of the last scan before the writes below": "the barrier at the end of place_spans() lies between",
+    "keeps the compiler from loading more of it at once": "it orders nothing: without it registers spill on sm_120",
 }
 """By the call, or by words of its line: what the emulator does not see is gone, and why it stays."""
 

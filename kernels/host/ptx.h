@@ -162,6 +162,9 @@ DEVICE float lg2(float x) { return log2f(emulator::flushed(x)); }
 DEVICE float tanh_f32(float x) { return tanhf(x); }
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 // fmaxf may give either zero; the instruction gives the positive one.
+DEVICE u32 max_u16x2(u32 a, u32 b) {
+  return (a >> 16 > b >> 16 ? a : b) & 0xffff0000u | ((a & 0xffffu) > (b & 0xffffu) ? a : b) & 0xffffu;
+}
 DEVICE float max_f32(float a, float b) { return a != b ? fmaxf(a, b) : std::signbit(a) ? b : a; }
 DEVICE float ceil_f32(float x) { return ceilf(x); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
@@ -186,6 +189,9 @@ DEVICE u32 permute_bytes(u32 lo, u32 hi) {
   for (u32 i = 0; i < 4; ++i) result |= (u32)(u8)(bytes >> (SELECTOR >> 4 * i & 7) * 8) << 8 * i;
   return result;
 }
+
+// --- compiler ------------------------------------------------------------------------------------------------------
+DEVICE void split_code(bool) {}
 
 // --- dependent launch ----------------------------------------------------------------------------------------------
 // The emulator runs one kernel after the other.

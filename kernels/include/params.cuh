@@ -173,11 +173,15 @@ constexpr int PLANNED_ROWS = 0;
 #endif
 constexpr bool PLANNED = PLANNED_ROWS > 0;
 
+// mma_roles, mma_narrow: row tiles of 16 of a block.
+#ifdef MLAFLASH_ROW_TILES
+constexpr int ROW_TILES = MLAFLASH_ROW_TILES;
+#endif
+
 // mma_narrow: groups of four warps that take turns at the KV tiles, buffers for the scores that a group's warps
-// exchange, tiles that a group takes at once, row tiles of 16.
+// exchange, tiles that a group takes at once.
 #ifdef MLAFLASH_KV_GROUPS
 constexpr int KV_GROUPS = MLAFLASH_KV_GROUPS;
 constexpr int EXCHANGE_BUFFERS = MLAFLASH_EXCHANGE_BUFFERS;
 constexpr int STEP_TILES = MLAFLASH_STEP_TILES;
-constexpr int ROW_TILES = MLAFLASH_ROW_TILES;
 #endif

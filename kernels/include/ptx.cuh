@@ -348,6 +348,8 @@ DEVICE float lg2(float x) {
 DEVICE float tanh_f32(float x) { return tanhf(x); }
 DEVICE float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float max_f32(float a, float b) { return fmaxf(a, b); }
+// Of the halves, each as a number without a sign.
+DEVICE u32 max_u16x2(u32 a, u32 b) { return __vmaxu2(a, b); }
 DEVICE float ceil_f32(float x) { return ceilf(x); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return __umulhi(a, b); }
 // a * b + c, the product in 64 bits: one instruction, where the compiler would multiply 64-bit numbers.
@@ -389,6 +391,13 @@ DEVICE u32 permute_bytes(u32 lo, u32 hi) {
   u32 r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(lo), "r"(hi), "n"(SELECTOR));
   return r;
+}
+
+// --- compiler ------------------------------------------------------------------------------------------------------
+// Ends a block of code, within which ptxas orders instructions as it likes, by a branch that is never taken. The
+// compiler must not know that.
+DEVICE void split_code(bool never) {
+  if (never) asm volatile("trap;");
 }
 
 // --- dependent launch ----------------------------------------------------------------------------------------------

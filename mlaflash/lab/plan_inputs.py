@@ -20,6 +20,7 @@ from mlaflash.mma_tiles import (
     NARROW_DS_MLA,
     NARROW_E4M3,
     NARROW_PAIR,
+    ROLES_32_E4M3,
     ROLES_E4M3,
     ROWS_32,
     ROWS_64,
@@ -76,6 +77,7 @@ FP8_BUILDS = (
     Build(NARROW_32_E4M3, "float16", "float16", kv_dtype="float8_e4m3", new_kv=True),
     Build(NARROW_DS_MLA, kv_dtype="fp8_ds_mla"),
     Build(NARROW_DS_MLA, "float16", "float32", kv_dtype="fp8_ds_mla", new_kv=True),
+    Build(ROLES_32_E4M3, "float16", "float16", kv_dtype="float8_e4m3", logit_cap=3.0),
     Build(ROLES_E4M3, "bfloat16", "float32", kv_dtype="float8_e4m3", split_kv=True),
 )
 

@@ -162,8 +162,15 @@ SPACES: Final[dict[str, Space]] = {
         MmaRolesConfig,
         (
             Axis("stages", (4, 8), (4,), "KV tiles in the ring."),
-            Axis("shared_steps", (3, 4, 5), (4,), "Steps of a score warp's part of q that stay in shared memory."),
+            Axis(
+                "shared_steps",
+                (3, 4, 5),
+                (4,),
+                "Steps of a score warp's part of q that stay in shared memory.",
+                fp8_values=(7, 8),
+            ),
             Axis("lookahead", (1, 2), (1, 2), "Operand loads ahead of the products."),
+            Axis("row_tiles", (4,), (4,), "Row tiles of 16 of a block.", fp8_values=(2, 4)),
             _MMA_SPLITS,
         ),
     ),
