@@ -338,6 +338,12 @@ def test_permute_bytes(run: Run, rng: np.random.Generator) -> None:
     assert got.tolist() == (even ^ odd).tolist()
 
 
+def test_max_of_halves(run: Run, rng: np.random.Generator) -> None:
+    a, b = words(rng, 512), words(rng, 512)
+    got = arithmetic(run, 10, a.view(np.float32), b.view(np.float32)).view(np.uint16)
+    assert got.tolist() == np.maximum(a.view(np.uint16), b.view(np.uint16)).tolist()
+
+
 def test_mad_wide(run: Run, rng: np.random.Generator) -> None:
     a, b = words(rng, 512), words(rng, 512)
     a[:2], b[:2] = 0x80000000, (0x80000000, 0xFFFFFFFF)

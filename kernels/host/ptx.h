@@ -163,7 +163,8 @@ DEVICE float tanh_f32(float x) { return tanhf(x); }
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 // fmaxf may give either zero; the instruction gives the positive one.
 DEVICE u32 max_u16x2(u32 a, u32 b) {
-  return (a >> 16 > b >> 16 ? a : b) & 0xffff0000u | ((a & 0xffffu) > (b & 0xffffu) ? a : b) & 0xffffu;
+  const u32 low = (a & 0xffffu) > (b & 0xffffu) ? a : b, high = a >> 16 > b >> 16 ? a : b;
+  return (high & 0xffff0000u) | (low & 0xffffu);
 }
 DEVICE float max_f32(float a, float b) { return a != b ? fmaxf(a, b) : std::signbit(a) ? b : a; }
 DEVICE float ceil_f32(float x) { return ceilf(x); }

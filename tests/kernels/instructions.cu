@@ -218,6 +218,9 @@ DEVICE void arithmetic(const VerifyParams& p) {
     case 9:
       result = permute_bytes<0x6420>(a, b) ^ permute_bytes<0x7531>(b, a);
       break;
+    case 10:
+      result = max_u16x2(a, b);
+      break;
   }
   st_global_u32(bytes_of(p.out, 4 * i), result);
 }
@@ -432,6 +435,7 @@ DEVICE void shuffles(const VerifyParams& p) {
 DEVICE void hints(const VerifyParams& p) {
   wait_prerequisites();
   prefetch_l2(p.a);
+  split_code(p.out == nullptr);
   launch_dependents();
   st_global_u32(bytes_of(p.out, 4 * thread_idx()), ld_global_u32(bytes_of(p.a, 4 * thread_idx())));
 }
