@@ -239,10 +239,9 @@ DEVICE bool copies_rope(u32 element) { return warp_any(element < LATENT_BYTES / 
 // The token that a thread of row `row` copies of a tile: past the end, the last one.
 DEVICE i32 source_token(const Source& s, i32 tile_token, u32 row) { return min_int(tile_token + (i32)row, s.end - 1); }
 
-// As page_of(). Whether pages are of a power of two is found anew, for want of a predicate through the loop.
+// Whether pages are of a power of two is found anew, for want of a predicate through the loop.
 DEVICE u32 find_page_index(const VerifyParams& p, u32 token) {
-  const u32 magic = FP8 && PLANNED ? keep_in_register(p.page_magic) : p.page_magic;
-  return (magic ? mul_hi_u32(token, magic) : token) >> p.page_shift;
+  return page_of(p, token, FP8 && PLANNED ? keep_in_register(p.page_magic) : p.page_magic);
 }
 
 // Id of the page of that token. There are fewer than 2^31 ids, and the low word of a 64-bit id is enough: pools have

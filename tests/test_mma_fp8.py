@@ -11,6 +11,7 @@ from mlaflash.emulator import mla_verify
 from mlaflash.errors import EmulatorError, TileError, UnsupportedError
 from mlaflash.jit import compile_kernel
 from mlaflash.lab.inputs import KV_SCALE, Case, build
+from mlaflash.lab.space import SPACES
 from mlaflash.masks import TreeMask
 from mlaflash.mma_tiles import (
     NARROW_32_E4M3,
@@ -283,6 +284,11 @@ SHIPPED = {
     "roles-32": (E4M3, ROLES_32_E4M3),
     "narrow-ds": (DS_MLA, NARROW_DS_MLA),
 }
+
+
+@pytest.mark.parametrize("config", [ROLES_E4M3, ROLES_32_E4M3])
+def test_a_sweep_of_mma_roles_tries_what_is_shipped(config):
+    assert replace(config, nsplit=1) in SPACES["mma_roles"].candidates("gpu", {"nsplit": (1,)}, E4M3)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_120"])

@@ -161,11 +161,11 @@ DEVICE float ex2(float x) { return emulator::flushed(exp2f(emulator::flushed(x))
 DEVICE float lg2(float x) { return log2f(emulator::flushed(x)); }
 DEVICE float tanh_f32(float x) { return tanhf(x); }
 DEVICE float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
-// fmaxf may give either zero; the instruction gives the positive one.
 DEVICE u32 max_u16x2(u32 a, u32 b) {
   const u32 low = (a & 0xffffu) > (b & 0xffffu) ? a : b, high = a >> 16 > b >> 16 ? a : b;
   return (high & 0xffff0000u) | (low & 0xffffu);
 }
+// fmaxf may give either zero; the instruction gives the positive one.
 DEVICE float max_f32(float a, float b) { return a != b ? fmaxf(a, b) : std::signbit(a) ? b : a; }
 DEVICE float ceil_f32(float x) { return ceilf(x); }
 DEVICE u32 mul_hi_u32(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }

@@ -82,10 +82,11 @@ DEVICE bool is_visible(const VerifyParams& p, const Request& r, int q, int kv) {
   return (word >> (column & 31)) & 1;
 }
 
-DEVICE u32 page_of(const VerifyParams& p, u32 token) {
+DEVICE u32 page_of(const VerifyParams& p, u32 token, u32 magic) {
   if constexpr (SPARSE_IDS) return token;
-  return (p.page_magic ? mul_hi_u32(token, p.page_magic) : token) >> p.page_shift;
+  return (magic ? mul_hi_u32(token, magic) : token) >> p.page_shift;
 }
+DEVICE u32 page_of(const VerifyParams& p, u32 token) { return page_of(p, token, p.page_magic); }
 
 DEVICE KvRow kv_row(const VerifyParams& p, const Request& r, int token) {
   const int new_token = token - (r.kv_len - r.q_len);

@@ -167,7 +167,7 @@ SPACES: Final[dict[str, Space]] = {
                 (3, 4, 5),
                 (4,),
                 "Steps of a score warp's part of q that stay in shared memory.",
-                fp8_values=(7, 8),
+                fp8_values=(7, 9),
             ),
             Axis("lookahead", (1, 2), (1, 2), "Operand loads ahead of the products."),
             Axis("row_tiles", (4,), (4,), "Row tiles of 16 of a block.", fp8_values=(2, 4)),
